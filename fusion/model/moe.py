@@ -24,6 +24,7 @@ from torch import nn
 
 from fusion.model.collectives import (
     RowSplit,
+    WithAdjoint,
     exchange_rows,
     gather_padded,
     gather_rows,
@@ -302,6 +303,9 @@ def sequence_balancing_loss(routed: Routed, owner_n: torch.Tensor, lengths: torc
     for group in (mesh.tp_group, mesh.cp_group):
         if group is not None:
             dist.all_reduce(counts, group=group)
-    probs_SE = routed.probs_nE.new_zeros(len(lengths), num_experts).index_add(0, owner_n, routed.probs_nE)
-    shares_S = (counts.view_as(probs_SE) * probs_SE).sum(-1)
-    return (num_experts / top_k * shares_S / lengths.clamp(min=1).square()).sum()
+    weight_SE = num_experts / top_k * counts.view(-1, num_experts) / lengths.clamp(min=1).square().unsqueeze(1)
+
+    def weigh_rows(x: torch.Tensor) -> torch.Tensor:
+        return weight_SE.index_select(0, owner_n) * x
+
+    return WithAdjoint.apply(routed.probs_nE, lambda probs_nE: weigh_rows(probs_nE).sum(), weigh_rows)

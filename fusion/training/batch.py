@@ -21,6 +21,7 @@ import torch
 
 from fusion.model.prefixes import runs
 from fusion.model.shared_rows import SharedRows
+from fusion.training.segments import owners
 
 UNREAD = -1
 """Placeholder for a token that this rank does not read."""
@@ -34,11 +35,6 @@ class KeptIds(NamedTuple):
 
     counts: torch.Tensor
     ids: torch.Tensor
-
-    @property
-    def owners(self) -> torch.Tensor:
-        """The index of the token that each id belongs to: int64."""
-        return torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
 
     def split(self, size: int) -> list[KeptIds]:
         """Split into those of ``size`` tokens each, or fewer for the last."""
@@ -243,7 +239,7 @@ class Sequences:
     def until_trained(self) -> Sequences:
         """Return the sequences without what follows their last trained token, on which no loss depends."""
         lengths, positions_N = torch.tensor(self.lengths, dtype=torch.int64), self.positions
-        owner_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+        owner_N = owners(lengths)
         ends_B = torch.zeros_like(lengths).scatter_reduce(0, owner_N, (positions_N + 1) * self.loss_mask, "amax")
         return self._at((positions_N < ends_B[owner_N]).nonzero().squeeze(1), ends_B.tolist())
 

@@ -22,9 +22,11 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.npu import to_card
 from fusion.telemetry.classes import find
 from fusion.training.config import CORRECTIONS, AlgorithmConfig
-from fusion.training.loss import LossInput, log_ratio, means_of_sequences, owners, sums_of_sequences
+from fusion.training.loss import LossInput, log_ratio, means_of_sequences, sums_of_sequences
+from fusion.training.segments import owners
 
 WEIGHT = "rollout_corr/rollout_is_mean"
 TRUNCATED = "rollout_corr/rollout_is_ratio_fraction_high"
@@ -86,7 +88,7 @@ def mask_sequence(tokens: LossInput, floor: float = 1e-4, cap: float = 2.0) -> C
     and for any advantage; the bound on the smallest ratio is verl's veto)."""
     behaviour = _behaviour(tokens)
     log_r = log_ratio(tokens.logprobs.detach(), behaviour)
-    owner = owners(tokens.lengths, log_r.device)
+    owner = to_card(owners(tokens.lengths), log_r.device)
     smallest = log_r.new_full((len(tokens.lengths),), torch.inf).scatter_reduce(0, owner, log_r, "amin")[owner]
     mean = means_of_sequences(log_r, tokens.lengths)
     kept = (smallest.exp() >= floor) & (mean.abs() <= math.log(cap))

@@ -19,9 +19,11 @@ true one (of the weighted tokens) and at most `RESOLUTION` times it, within [MIN
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 
 from fusion.npu import to_card
-from fusion.training.loss import LossInput, log_ratio, owners
+from fusion.training.loss import LossInput, log_ratio
+from fusion.training.segments import Segments
 
 LAGS = 8
 """Number of lags with separate rows: 0 … 7."""
@@ -68,17 +70,15 @@ def _sums_by_lag(
     if tokens.versions is not None and tokens.version is not None:
         row = (tokens.version - tokens.versions.to(torch.int64)).clamp(0, LAGS)
     means = torch.stack([torch.ones_like(gap), gap, (logprobs.exp() - behaviour.exp()).abs(), ratio, ratio * ratio], 1)
-    sums = gap.new_zeros(ROWS, COLUMNS)
-    sums[:, :5].index_add_(0, row, weight.unsqueeze(1) * means)
-    bin = torch.bucketize(gap, to_card(EDGES.to(gap.dtype), gap.device))
-    return sums.flatten().index_add(0, row * COLUMNS + 5 + bin, weight)
+    bins = F.one_hot(torch.bucketize(gap, to_card(EDGES.to(gap.dtype), gap.device)), BINS + 2)
+    weight_nR = F.one_hot(row, ROWS) * weight.unsqueeze(1)
+    return (weight_nR.t() @ torch.cat([means, bins.to(means.dtype)], 1)).flatten()
 
 
 def _sums_of_sequences(log_r: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Return the number of sequences with trained tokens, the sum of their ratios, and that of the squares."""
-    has_tokens = to_card(torch.tensor([length > 0 for length in lengths], dtype=torch.bool), log_r.device)
-    log_w = log_r.new_zeros(len(lengths)).index_add(0, owners(lengths, log_r.device), log_r)
-    ratio = log_ratio(log_w, torch.zeros_like(log_w)).exp()[has_tokens]
+    log_w = Segments([length for length in lengths if length], log_r.device).sums(log_r)
+    ratio = log_ratio(log_w, torch.zeros_like(log_w)).exp()
     return torch.stack([ratio.new_tensor(float(len(ratio))), ratio.sum(), (ratio * ratio).sum()])
 
 

@@ -21,20 +21,22 @@ import torch
 from fusion.model import Head
 from fusion.npu import to_card
 from fusion.training.batch import KeptIds
+from fusion.training.segments import Segments
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The kept ids of a chunk of rows: the row and the global id of each, int64, and which rows keep the vocabulary."""
+    """The kept ids of a chunk of rows: where those of each row lie, the global id of each, int64, and which rows keep
+    the vocabulary."""
 
-    rows: torch.Tensor
+    of_rows: Segments
     ids: torch.Tensor
     whole: torch.Tensor
 
     @classmethod
     def of(cls, kept: KeptIds, device: torch.device) -> "Cells":
         """Copy the kept ids of a chunk to the card."""
-        return cls(*(to_card(column, device) for column in (kept.owners, kept.ids, kept.counts == 0)))
+        return cls(Segments(kept.counts, device), to_card(kept.ids, device), to_card(kept.counts == 0, device))
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Tiles:
         cells = rows.cells
         column, is_here = self._columns(rows.targets, ids)
         target = logits.gather(1, column.unsqueeze(1)).squeeze(1).float().where(is_here, 0.0)
-        kept = [] if cells is None else _sums_of_cells(logits, cells.rows, *self._columns(cells.ids, ids))
+        kept = [] if cells is None else _sums_of_cells(logits, cells.of_rows, *self._columns(cells.ids, ids))
         peak = logits.amax(dim=1).float()
         x = _less(logits, peak) if kept_logits is None else logits - peak.unsqueeze(1)
         exp = x.exp()
@@ -146,7 +148,8 @@ class Tiles:
         """Return which logits of a tile are not of kept ids: bool [n, ids]."""
         column, is_here = self._columns(cells.ids, ids)
         outside = cells.whole.logical_not().unsqueeze(1).repeat(1, len(ids) + 1)
-        outside[cells.rows, column.where(is_here, len(ids))] = False  # those of other tiles fall into the last column
+        # those of other tiles fall into the last column
+        outside[cells.of_rows.owner_n, column.where(is_here, len(ids))] = False
         return outside[:, :-1]
 
     def _columns(self, global_ids: torch.Tensor, ids: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,13 +170,12 @@ def _less(logits: torch.Tensor, values_n: torch.Tensor) -> torch.Tensor:
 
 
 def _sums_of_cells(
-    x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, is_here: torch.Tensor
+    x: torch.Tensor, of_rows: Segments, column: torch.Tensor, is_here: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return (m, s, u) of each row's cells that are here [n]; of a row without any (the smallest number, 0, 0)."""
-    smallest = torch.finfo(torch.float32).min
+    smallest, row = torch.finfo(torch.float32).min, of_rows.owner_n
     values = x[row, column].float().where(is_here, smallest)
     peak = values.new_full((len(x),), smallest).scatter_reduce(0, row, values, "amax")
     shifted = values - peak[row]
     exp = shifted.exp().where(is_here, 0.0)
-    zeros = torch.zeros_like(peak)
-    return [peak, zeros.index_add(0, row, exp), zeros.index_add(0, row, exp * shifted)]
+    return [peak, *of_rows.sums(torch.stack([exp, exp * shifted], 1)).unbind(1)]

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.model.collectives import WithAdjoint
 from fusion.npu import to_card
+from fusion.training.segments import Segments, owners
 
 MAX_LOG_RATIO = 20.0
 """Bound on the logarithms of probability ratios before `exp`: beyond it float32 carries no information."""
@@ -96,17 +98,15 @@ def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.T
 
 def sums_of_sequences(values_n: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Return for every token the sum over its sequence: [n] → [n], with gradient."""
-    owner = owners(lengths, values_n.device)
-    return values_n.new_zeros(len(lengths)).index_add(0, owner, values_n)[owner]
+    segments = Segments(lengths, values_n.device)
+
+    def spread(values_n: torch.Tensor) -> torch.Tensor:
+        return segments.sums(values_n).index_select(0, segments.owner_n)
+
+    return WithAdjoint.apply(values_n, spread, spread)
 
 
 def means_of_sequences(values_n: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Return for every token the mean over its sequence: [n] → [n], with gradient."""
-    sizes = torch.tensor(lengths, dtype=values_n.dtype, device=values_n.device)
-    return sums_of_sequences(values_n, lengths) / sizes[owners(lengths, values_n.device)]
-
-
-def owners(lengths: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
-    """Return the index of the sequence that each token belongs to: int64 [n]."""
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    return to_card(torch.arange(len(lengths)).repeat_interleave(sizes), device)
+    sizes_n = torch.tensor(lengths, dtype=values_n.dtype)[owners(lengths)]
+    return sums_of_sequences(values_n, lengths) / to_card(sizes_n, values_n.device)

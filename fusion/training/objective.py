@@ -25,7 +25,8 @@ from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums
 from fusion.training.logprobs import TokenLogprobs
-from fusion.training.loss import COLUMNS, Loss, LossInput, owners
+from fusion.training.loss import COLUMNS, Loss, LossInput
+from fusion.training.segments import owners
 
 BALANCE = "actor/load_balancing_loss"
 LOSS = "actor/loss"

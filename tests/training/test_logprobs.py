@@ -8,6 +8,7 @@ import torch
 from fusion.model import Head, Mesh, Parallel
 from fusion.training.batch import KeptIds
 from fusion.training.logprobs import TokenLogprobs, vocab_parallel_logprobs
+from fusion.training.segments import owners
 from tests.helpers import run_ranks
 
 
@@ -97,7 +98,7 @@ def kept_reference(temperature: float) -> tuple[torch.Tensor, ...]:
     logits, targets = logits_and_targets()
     wide, kept = logits.double().requires_grad_(), kept_ids()
     outside = torch.ones_like(wide, dtype=torch.bool)
-    outside[kept.owners, kept.ids] = False
+    outside[owners(kept.counts), kept.ids] = False
     outside[kept.counts == 0] = False
     x = wide / temperature
     logp = x.masked_fill(outside, -torch.inf).log_softmax(-1)
@@ -117,7 +118,7 @@ def test_over_kept_ids_equal_to_a_renormalised_softmax_with_gradient(temperature
     for got, wanted in zip((logprobs, entropy, mass, logits.grad), kept_reference(temperature), strict=True):
         torch.testing.assert_close(got.detach(), wanted, atol=2e-5, rtol=2e-6)
     kept = kept_ids()
-    logits.grad[kept.owners, kept.ids] = 0.0
+    logits.grad[owners(kept.counts), kept.ids] = 0.0
     assert not logits.grad[kept.counts > 0].any(), "only kept ids have a gradient"
 
 

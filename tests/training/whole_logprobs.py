@@ -9,6 +9,7 @@ import torch
 from fusion.model import Head
 from fusion.training.batch import KeptIds
 from fusion.training.logprobs import TokenLogprobs
+from fusion.training.segments import Segments, owners
 
 
 def whole_logprobs(
@@ -45,11 +46,11 @@ class _Whole(torch.autograd.Function):
         masked_mass = None if masked is None else (_scaled(masked, temperature).logsumexp(1) - log_z).sigmoid()
         whole = row = column = mass = None
         if kept is not None:
-            whole, row, column = (part.to(x.device) for part in (kept.counts == 0, kept.owners, kept.ids))
+            whole, row, column = (part.to(x.device) for part in (kept.counts == 0, owners(kept.counts), kept.ids))
             values = x[row, column]
             peak = x.new_full((len(x),), torch.finfo(x.dtype).min).scatter_reduce(0, row, values, "amax")
-            exp, zeros = (values - peak[row]).exp(), torch.zeros_like(peak)
-            sums = zeros.index_add(0, row, exp), zeros.index_add(0, row, exp * (values - peak[row]))
+            exp, of_rows = (values - peak[row]).exp(), Segments(kept.counts, x.device)
+            sums = of_rows.sums(exp), of_rows.sums(exp * (values - peak[row]))
             kept_log_z, kept_entropy = _of_sums(peak, *sums)
             mass = (kept_log_z - log_z).exp().where(~whole, 1.0)
             log_z, entropy = log_z.where(whole, kept_log_z), entropy.where(whole, kept_entropy)

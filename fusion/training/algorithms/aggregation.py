@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 
 from fusion.training.batch import Sequences
-from fusion.training.loss import owners
+from fusion.training.segments import owners
 
 
 def weigh(sequences: Sequences, aggregation: str, max_response_length: int) -> Sequences:
