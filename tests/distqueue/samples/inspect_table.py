@@ -34,6 +34,6 @@ def nbytes(table: SampleTable) -> int:
     return (
         sum(field.values.nbytes for kept in pages for field in (*kept._fields, *kept._page_fields))
         + sum(kept._physical.nbytes for kept in pages)
-        + sum(array.nbytes for array in (*endings._kept, *endings._spare))
+        + sum(array.nbytes for array in (endings._marks, endings._how, endings._order))
         + sum(sys.getsizeof(kept) for names in (state.ids, state.groups) for kept in vars(names).values())
     )
