@@ -35,11 +35,11 @@ class GroupExchange:
     ``union``: the columns that any rank of the group needs.
     ``sent_bytes``, ``sent_messages``: sent by this rank; messages by destination rank."""
 
-    def __init__(self, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None = None):
+    def __init__(self, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None):
         self.rank = 0 if group is None else dist.get_rank(group)
         self.sent_bytes = 0
         self.sent_messages: Counter[int] = Counter()
-        self._group = group
+        self.group, self.columns = group, tuple(columns)
         self._room = INITIAL_METADATA_BYTES
         self._sending: list[tuple[dist.Work, Tensor]] = []
         members = self._meet(place or this_machine(), columns)
@@ -104,7 +104,7 @@ class GroupExchange:
 
     def _meet(self, place: str, columns: Sequence[str]) -> list[Member]:
         """Exchange all ranks' places and needs. Collective."""
-        if self._group is None:
+        if self.group is None:
             return [Member(0, place, frozenset(columns))]
         row = _to_tensor(json.dumps([place, columns]).encode())
         sizes = self._gather(torch.tensor([len(row)])).flatten().tolist()
@@ -113,9 +113,9 @@ class GroupExchange:
         return [Member(rank, place, frozenset(columns)) for rank, (place, columns) in enumerate(needs)]
 
     def _gather(self, row: Tensor) -> Tensor:
-        rows = row.new_empty(dist.get_world_size(self._group) * len(row))
+        rows = row.new_empty(dist.get_world_size(self.group) * len(row))
         with _communication():
-            dist.all_gather_into_tensor(rows, row, group=self._group)
+            dist.all_gather_into_tensor(rows, row, group=self.group)
         return rows.view(-1, len(row))
 
     def _forward(self, flat: dict[str, Tensor], whole: Tensor | None = None) -> None:
@@ -151,7 +151,7 @@ class GroupExchange:
 
     def _start(self, way: Callable, message: Tensor, peer: int) -> list[dist.Work]:
         # as bytes: not every backend knows every dtype
-        post = dist.P2POp(way, message.view(torch.uint8), group=self._group, group_peer=peer)
+        post = dist.P2POp(way, message.view(torch.uint8), group=self.group, group_peer=peer)
         with _communication():
             return dist.batch_isend_irecv([post])
 

@@ -7,7 +7,6 @@ and message. If a rank dies, the others raise ConnectionError by their group's t
 Only the leader asks, so only its error can differ from the other ranks', and it is broadcast in place of the samples:
 no agreement of the whole group is needed."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,7 +48,7 @@ class Received:
         return cls(batch.select(columns=columns), {name: column.lengths() for name, column in batch.columns.items()})
 
 
-class GroupReader:
+class GroupReader(GroupExchange):
     """Reads a queue for a group of ranks. Created once, by all of them together.
 
     Args:
@@ -79,23 +78,14 @@ class GroupReader:
     def __init__(
         self, queue: Readable, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None = None
     ):
-        self.queue, self.group, self.columns = queue, group, tuple(columns)
+        super().__init__(group, tuple(columns), place=place)
+        self.queue = queue
         self.requests = 0
-        self._exchange = GroupExchange(group, self.columns, place=place)
-        self.rank, self.tree, self.union = self._exchange.rank, self._exchange.tree, self._exchange.union
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._exchange.sent_bytes
-
-    @property
-    def sent_messages(self) -> Counter[int]:
-        return self._exchange.sent_messages
 
     def read(self, ids: Sequence[str]) -> Received:
         """Call `queue.read` for all ranks. Collective over the group; the leader's ids are used, and its errors are
         raised on all ranks."""
-        if self._exchange.alone:
+        if self.alone:
             self.requests += 1
             return Received.of(self.queue.read(ids, self.union), self.columns)
         batch, failure, message = None, None, b""
@@ -109,16 +99,16 @@ class GroupReader:
         try:
             return self._distribute(message, batch, failure)
         finally:
-            self._exchange.finish()
+            self.finish()
 
     def _distribute(self, message: bytes, batch: PackedBatch | None, failure: Exception | None) -> Received:
-        fields, arrays = unpack(self._exchange.broadcast_metadata(message))
+        fields, arrays = unpack(self.broadcast_metadata(message))
         if "error" in fields:
             raise failure or _error_of(*fields["error"])
         manifest = Put.from_bytes(arrays["samples"].tobytes())
         if batch is None:
-            return self._received(manifest, self._exchange.forward_payload(manifest))
-        self._exchange.send_payload(manifest, batch)
+            return self._received(manifest, self.forward_payload(manifest))
+        self.send_payload(manifest, batch)
         return Received.of(batch, self.columns)
 
     def _received(self, manifest: Put, buffers: dict[str, Tensor]) -> Received:
