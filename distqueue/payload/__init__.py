@@ -5,7 +5,7 @@ A put is one segment; a batch is runs of rows of many segments, and each of its 
     put    columns ──► segment_file.py    a segment: bare, aligned buffers in one file of shared memory or disk
                             │ mapped.py   the files a process has mapped
                             │ shard.py    one per node: serves readers and writers of other nodes, moves files
-    get    columns ◄── gather.py          many segments into one buffer (buffers.py), on several threads (copying.py)
+    get    columns ◄── gather.py          many segments into one buffer (buffers.py), on several threads
 
     columns.py  a client's columns viewed as bytes, and gathered bytes as columns; shards do without it and torch
     access.py   a client's reads and writes: files of its own node directly, others through their shards

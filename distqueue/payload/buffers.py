@@ -1,21 +1,32 @@
-"""A pool of a reader's buffers: the memory of a batch is reused once nothing references it.
+"""A pool of a reader's buffers, whose memory is reused once nothing references it, and the copies that fill them.
 
 Fresh memory costs a page fault every 4 KB, more than the copy into it. So two buffers of released batches are kept,
-each of up to twice what the largest of the last batches needed."""
+each of up to twice what the largest of the last batches needed. One thread does not saturate the memory bus: what is
+large is copied by several."""
 
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 
-from distqueue.payload.segment_file import ALIGN
+ALIGN = 64
+"""Bytes of which the positions of arrays in a buffer or a segment are multiples"""
 
 MAX_BUFFERS = 2
 """Buffers kept, each of up to twice what the largest of the last batches needed"""
 MIN_POOLED_BYTES = 1 << 16
 """Smaller requests are not served from the pool"""
+MIN_BYTES_PER_THREAD = 1 << 21
+"""Fewer bytes are not worth waking a thread for"""
+PIECE_BYTES = 1 << 19
+"""Maximum bytes that a thread copies at a time, so that all of them have as much to do"""
+MAX_THREADS = 4
 
 
 class BufferPool:
@@ -63,3 +74,32 @@ def _map(nbytes: int) -> np.ndarray:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
+
+
+def copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Copy each pair (target, source) of uint8 arrays, which have equal lengths and do not overlap."""
+    total = sum(target.nbytes for target, _ in pairs)
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), total // MIN_BYTES_PER_THREAD)
+    if threads < 2:
+        _copy(pairs)
+        return
+    cuts = (
+        (target, source, slice(at, at + PIECE_BYTES))
+        for target, source in pairs
+        for at in range(0, len(target), PIECE_BYTES)
+    )
+    pieces = [(target[cut], source[cut]) for target, source, cut in cuts]
+    running = [_pool().submit(_copy, pieces[first::threads]) for first in range(1, threads)]
+    _copy(pieces[::threads])
+    for future in running:
+        future.result()
+
+
+def _copy(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    for target, source in pairs:
+        np.copyto(target, source)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="copy")

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import numpy as np
 
 from distqueue.messages import DeliveryPart, offsets_of
-from distqueue.payload.buffers import BufferPool
+from distqueue.payload.buffers import ALIGN, BufferPool, copy_all
 from distqueue.payload.checksums import Blocks, sum_all
-from distqueue.payload.copying import copy_all
-from distqueue.payload.segment_file import ALIGN, Stretch
+from distqueue.payload.segment_file import Stretch
 
 MIN_RUN_ELEMENTS = 128
 """Mean length of the runs from which they are copied run by run"""

@@ -27,10 +27,9 @@ from distqueue.durable import sync
 from distqueue.errors import naming_full_storage
 from distqueue.layout import ColumnLayout
 from distqueue.messages import index_of_lengths, offsets_of, smallest, to_json
+from distqueue.payload.buffers import ALIGN, copy_all
 from distqueue.payload.checksums import Blocks, checksum, sums_of
-from distqueue.payload.copying import copy_all
 
-ALIGN = 64
 HEAD = 32
 COVERED = 16
 """Position from which `sum` covers the file, up to the table's end"""
