@@ -46,7 +46,7 @@ METHODS = ("reset", "step", "close")
 
 
 def main(options_json: str) -> None:
-    """Run a child with the options that `pool.start` writes."""
+    """Run a child with the options that `pool.EnvChild` writes."""
     options, connection = open_child(options_json)
     pid, limit = os.getpid(), memory_limit(options["memory_mib"], "environment.memory_mib")
     create, error = attempt(lambda: load(options["target"], options["label"]), options["label"], limit)

@@ -25,7 +25,7 @@ from fusion.environments.child import NUMBER
 from fusion.environments.config import BUILT_IN, EnvironmentConfig
 from fusion.environments.interface import StepOrder, Stepped, Task
 from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, decode_reply, pack_order
-from fusion.rewards.process import GuardedPool, GuardedProcess, start_interpreter
+from fusion.rewards.process import GuardedPool, GuardedProcess
 
 RECEIVE_BYTES, MAX_NUMBER, CHECK_S = 1 << 12, 0xFFFFFF00, 0.5
 GRACE_S = 5.0
@@ -55,7 +55,7 @@ class EnvChild(GuardedProcess[Reply | str]):
             os.ftruncate(culprit_fd, NUMBER.size)
             self._culprit = mmap.mmap(culprit_fd, NUMBER.size)
             options |= {"target": target, "culprit_fd": culprit_fd}
-            super().__init__(*start_interpreter("fusion.environments.child", options, fds=[culprit_fd]))
+            super().__init__("fusion.environments.child", options, fds=[culprit_fd])
         finally:
             os.close(culprit_fd)
         self.open: dict[int, PostedOrder] = {}
@@ -150,12 +150,6 @@ class EnvPool(GuardedPool[EnvChild]):
             self._wake.send(b"x")
             self._thread.join()
             self._wake.close()
-
-    def __enter__(self) -> "EnvPool":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if not self._thread.is_alive():

@@ -31,7 +31,7 @@ RESERVE_BYTES = 64 << 20
 
 
 def main(options_json: str) -> None:
-    """Run a child with the options that `process.start_child` writes."""
+    """Run a child with the options that `process.Child` writes."""
     options, connection = open_child(options_json)
     pid, memory_mib = os.getpid(), options["memory_mib"]
     limit = memory_limit(memory_mib, "reward.memory_mib")

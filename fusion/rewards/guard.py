@@ -15,18 +15,43 @@ import logging
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fusion.rewards.batch import RewardBatch
 from fusion.rewards.config import RewardConfig, RewardSpec
 from fusion.rewards.outcome import RewardOutcome, RewardSample
-from fusion.rewards.process import Child, GuardedPool, start_child
+from fusion.rewards.process import Child, GuardedPool
 from fusion.rewards.wire import OTHERS, PREFILL, SPLIT, Result, ScoringStarted
 
 log = logging.getLogger(__name__)
 
 CHUNK = 64
+
+
+class RewardBatch:
+    """Samples of one call: the indices that wait, the outcomes, the number without one.
+    ``alone``: indices that a reward that scores a batch gets one by one.
+
+    Invariants (tests/rewards/test_reward_batches.py): an index is taken once, unless it is put back into ``waiting``;
+    one of ``alone`` is taken by itself."""
+
+    def __init__(self, samples: Sequence[RewardSample]) -> None:
+        self.samples = samples
+        self.waiting = deque(range(len(samples)))
+        self.outcomes: list[RewardOutcome | None] = [None] * len(samples)
+        self.num_open = len(samples)
+        self.alone: set[int] = set()
+
+    def take(self, limit: int, share: int) -> list[int]:
+        """Remove and return the next indices that wait: ``share``, at most ``limit``; one of ``alone`` by itself."""
+        count = min(limit, share, len(self.waiting))
+        if count and self.waiting[0] in self.alone:
+            count = 1
+        indices: list[int] = []
+        while len(indices) < count and not (indices and self.waiting[0] in self.alone):
+            indices.append(self.waiting.popleft())
+        return indices
 
 
 class RewardPool(GuardedPool[Child]):
@@ -38,7 +63,7 @@ class RewardPool(GuardedPool[Child]):
     def __init__(self, config: RewardConfig, spec: RewardSpec | None = None) -> None:
         config.validate()
         computed = spec or config.spec
-        super().__init__(lambda: start_child(config, computed), workers=config.workers, label=computed.label)
+        super().__init__(lambda: Child(config, computed), workers=config.workers, label=computed.label)
         self._config = config
         self.kind = computed.kind
         """Kind of reward that the children compute (`RewardSpec.kind`)"""
@@ -112,12 +137,6 @@ class RewardPool(GuardedPool[Child]):
         with self._lock:
             self._end_all()
             self._selector.close()
-
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _dispatch(self, child: Child, batch: RewardBatch, num_idle: int) -> None:
         # Chunks shrink with the samples that remain (guided self-scheduling): slow ones spread over children. A batch

@@ -34,6 +34,7 @@ main(sys.argv[1])"""
 
 Reply = TypeVar("Reply")
 AnyChild = TypeVar("AnyChild", bound="GuardedProcess")
+Pool = TypeVar("Pool", bound="GuardedPool")
 
 
 class GuardedProcess(Generic[Reply]):
@@ -41,15 +42,35 @@ class GuardedProcess(Generic[Reply]):
     ready, later that of its current work. `retired`: the child ends by itself and takes no more work. `unreadable`: why
     its replies cannot be read any more, "" if they can."""
 
-    def __init__(self, process: subprocess.Popen, connection: socket.socket, life_fd: int, trace: IO[bytes]) -> None:
-        self.process = process
-        self.connection = connection
+    def __init__(self, module: str, options: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Start a new interpreter (never a fork of this one, which may hold a device and threads), which calls ``main``
+        of the module with the options as JSON.
+        ``fds``: further descriptors that the child keeps."""
+        self.connection, child_end = socket.socketpair()
+        life_read, self._life_fd = os.pipe()
+        self._trace: IO[bytes] = tempfile.TemporaryFile()
+        own = {"socket_fd": child_end.fileno(), "life_fd": life_read, "trace_fd": self._trace.fileno()}
+        known = {"sys_path": [path or os.getcwd() for path in sys.path], **own, **options}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BOOT.format(module=module), json.dumps(known)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what this process writes to its standard output may be for a program
+                pass_fds=(*own.values(), *fds),
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+        except BaseException:
+            self._close()
+            raise
+        finally:
+            child_end.close()
+            os.close(life_read)
+        self.connection.setblocking(False)
         self.deadline = 0.0
         self.ready = False
         self.retired = False
         self.unreadable = ""
-        self._life_fd = life_fd
-        self._trace = trace
         self._inbox = bytearray()
         self._outbox = bytearray()
 
@@ -137,12 +158,15 @@ class GuardedProcess(Generic[Reply]):
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
             self._end_keeper()
+        self._close()
+        return self.process.returncode
+
+    def _close(self) -> None:
         if self._life_fd >= 0:
             os.close(self._life_fd)
             self._life_fd = -1
         self.connection.close()
         self._trace.close()
-        return self.process.returncode
 
     def _end_keeper(self) -> None:
         self.kill()
@@ -159,8 +183,9 @@ class Child(GuardedProcess[ScoringStarted | Result]):
 
     decode = staticmethod(decode_reply)
 
-    def __init__(self, *process: Any) -> None:
-        super().__init__(*process)
+    def __init__(self, config: RewardConfig, spec: RewardSpec) -> None:
+        options = {"kind": spec.kind, "target": spec.target, "label": spec.label, "memory_mib": config.memory_mib}
+        super().__init__("fusion.rewards.child", options)
         self.pending: deque[int] = deque()
 
     @property
@@ -182,6 +207,16 @@ class GuardedPool(Generic[AnyChild]):
         self._children: list[AnyChild] = []
         self._start_error = ""
         self._closed = False
+
+    def __enter__(self: Pool) -> Pool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill every child; idempotent."""
+        raise NotImplementedError
 
     def _fill(self) -> None:
         """Start children until there are enough; none if the pool is closed."""
@@ -220,41 +255,3 @@ class GuardedPool(Generic[AnyChild]):
             child.kill()
         for child in list(self._children):
             self._drop(child)
-
-
-def start_child(config: RewardConfig, spec: RewardSpec) -> Child:
-    """Start a child that scores, without waiting for it."""
-    options = {"kind": spec.kind, "target": spec.target, "label": spec.label, "memory_mib": config.memory_mib}
-    return Child(*start_interpreter("fusion.rewards.child", options))
-
-
-def start_interpreter(
-    module: str, options: Mapping[str, Any], fds: Sequence[int] = ()
-) -> tuple[subprocess.Popen, socket.socket, int, IO[bytes]]:
-    """Start a new interpreter (never a fork of this one, which may hold a device and threads), which calls ``main`` of
-    the module with the options as JSON. Return the arguments of `GuardedProcess`.
-    ``fds``: further descriptors that the child keeps."""
-    parent_end, child_end = socket.socketpair()
-    life_read, life_write = os.pipe()
-    trace = tempfile.TemporaryFile()
-    own = {"socket_fd": child_end.fileno(), "life_fd": life_read, "trace_fd": trace.fileno()}
-    sys_path = [path or os.getcwd() for path in sys.path]
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", BOOT.format(module=module), json.dumps({"sys_path": sys_path, **own, **options})],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what this process writes to its standard output may be for a program
-            pass_fds=(*own.values(), *fds),
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-    except BaseException:
-        parent_end.close()
-        os.close(life_write)
-        trace.close()
-        raise
-    finally:
-        child_end.close()
-        os.close(life_read)
-    parent_end.setblocking(False)
-    return process, parent_end, life_write, trace

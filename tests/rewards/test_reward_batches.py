@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
-from fusion.rewards.batch import RewardBatch
+from fusion.rewards.guard import RewardBatch
 from tests.machine import patience
 
 USER = """

@@ -128,7 +128,9 @@ def test_a_stack_is_read_to_its_end_though_the_child_is_interrupted_while_it_wri
                 time.sleep(0.06)
 
         process = SimpleNamespace(send_signal=lambda number: threading.Thread(target=write).start())
-        assert Child(process, None, -1, trace).dump_stack() == "".join(pieces)
+        child = object.__new__(Child)
+        child.process, child._trace = process, trace
+        assert child.dump_stack() == "".join(pieces)
 
 
 def test_a_time_limit_is_per_sample_and_kept(user_file):
