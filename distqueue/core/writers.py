@@ -40,7 +40,6 @@ class Reservation:
 
     put: Put
     new_rows: int
-    node: str
 
 
 class Writers:
@@ -54,8 +53,8 @@ class Writers:
         self._table, self._ledger, self._max_rows, self._check = table, ledger, max_rows, check
         self.waiting: list[Writer] = []
         self.reserved: dict[int, Reservation] = {}
-        self.granted: dict[int, str] = {}
-        """Segment numbers of granted files, oldest first, and the node whose writer holds each"""
+        self.granted: dict[int, Segment] = {}
+        """Granted files by the numbers of their segments, oldest first"""
         self.sealed = False
 
     def join(self, writer: Writer) -> None:
@@ -97,16 +96,16 @@ class Writers:
             return None
         segment = self._ledger.reserve(shard.name, nbytes, now_s + self._table.lease_s)
         if segment is not None:
-            self.granted[segment.number] = node
+            self.granted[segment.number] = segment
         return segment
 
     def declare(self, put: Put, *, nbytes: int, number: int, path: str, now_s: float) -> None:
         """Turn a grant into the reservation of this put. LookupError: the grant was revoked; NoRoomForRows, a
         subclass: there is no room for the rows. ValueError: the put is invalid. In both cases the file is cancelled."""
-        segment = self._ledger.segments.get(number)
-        if number not in self.granted or segment is None or segment.path != path:
+        segment = self.granted.get(number)
+        if segment is None or segment.path != path:
             raise LookupError(f"segment {number} at {path}: not granted, or revoked")
-        node, new = self.granted[number], 0
+        new = 0
         try:
             if self.waiting or self.sealed or self._max_rows is not None:  # otherwise the commit validates it
                 new = self._check_new(put)
@@ -117,12 +116,12 @@ class Writers:
             raise
         del self.granted[number]
         segment.nbytes = nbytes
-        self.reserved[number] = Reservation(put, new, node)
+        self.reserved[number] = Reservation(put, new)
 
     def revoke(self, shard: str) -> bool:
         """Revoke the oldest grant of a shard. Returns whether there was one."""
-        for number in self.granted:
-            if self._ledger.segments[number].shard == shard:
+        for number, segment in self.granted.items():
+            if segment.shard == shard:
                 return self.cancel(number)
         return False
 
@@ -162,7 +161,7 @@ class Writers:
             return (
                 f"shard {shard.name!r} holds {shard.held:,} of max_bytes={shard.max_bytes:,}{self._bottleneck(now_s)}"
             )
-        self.reserved[segment.number] = Reservation(put, new, writer.node)
+        self.reserved[segment.number] = Reservation(put, new)
         return segment
 
     def _check_new(self, put: Put) -> int:
