@@ -20,7 +20,7 @@ import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,13 +58,6 @@ class Record(NamedTuple):
         assert len(kind) <= 8, f"kind {self.kind!r}: expected at most 8 bytes"
         head = HEAD.pack(MARKER, self.number, kind, len(self.body), checksum(self.body), 0)[:-8]
         return head + checksum(head).to_bytes(8, "little") + self.body
-
-
-class Damaged(NamedTuple):
-    """A part of the file that holds no intact record. `number`: of the record, if it can be read."""
-
-    what: str
-    number: int = 0
 
 
 @dataclass
@@ -205,14 +198,8 @@ def read_folder(folder: str | Path) -> JournalContents:
 
 
 def _contents(path: Path, data: mmap.mmap) -> JournalContents:
-    contents, records = JournalContents(), dict[int, Record]()
-    for found in _scan(data):
-        if isinstance(found, Record):
-            records.setdefault(found.number, found)
-            contents.last = max(contents.last, found.number)
-        else:
-            contents.damage.append(f"journal {path}: {found.what}")
-            contents.last = max(contents.last, found.number)
+    contents = JournalContents()
+    records = _scan(path, data, contents)
     first = next((number for number, record in sorted(records.items()) if record.kind == SNAPSHOT), None)
     if first is None:
         raise ValueError(f"journal {path}: its snapshot is damaged in both copies; nothing can be recovered from it")
@@ -228,9 +215,13 @@ def _contents(path: Path, data: mmap.mmap) -> JournalContents:
     return contents
 
 
-def _scan(data: mmap.mmap) -> Iterator[Record | Damaged]:
-    """Yield all intact records, and what else there is."""
-    at = 0
+def _scan(path: Path, data: mmap.mmap, contents: JournalContents) -> dict[int, Record]:
+    """Return the intact records by number; add what else there is to the damage of the contents."""
+
+    def report(what: str) -> None:
+        contents.damage.append(f"journal {path}: {what}")
+
+    at, records = 0, dict[int, Record]()
     while at < len(data):
         head = _head(data, at)
         if head is None:
@@ -238,26 +229,28 @@ def _scan(data: mmap.mmap) -> Iterator[Record | Damaged]:
             while at >= 0 and _head(data, at) is None:
                 at = data.find(MARKER, at + 1)
             if at < 0:
-                yield _tail(start, len(data))
-                return
-            yield Damaged(f"the {at - start:,} bytes from byte {start:,} on are damaged")
+                report(_tail(start, len(data)))
+                break
+            report(f"the {at - start:,} bytes from byte {start:,} on are damaged")
             continue
         number, kind, nbytes, body_sum = head
         stop = at + HEAD.size + nbytes
         body = data[at + HEAD.size : stop]
         if len(body) < nbytes:
-            yield _tail(at, len(data))
-            return
+            report(_tail(at, len(data)))
+            break
+        contents.last = max(contents.last, number)
         if checksum(body) == body_sum:
-            yield Record(number, kind, body)
+            records.setdefault(number, Record(number, kind, body))
         else:
-            yield Damaged(f"record {number} ({kind}) at byte {at:,} is damaged: its checksum differs", number)
+            report(f"record {number} ({kind}) at byte {at:,} is damaged: its checksum differs")
         at = stop
+    return records
 
 
-def _tail(start: int, end: int) -> Damaged:
+def _tail(start: int, end: int) -> str:
     which = f"the last {end - start:,} bytes, from byte {start:,} on"
-    return Damaged(f"{which}, are no whole record: cut off by a crash, or damaged")
+    return f"{which}, are no whole record: cut off by a crash, or damaged"
 
 
 def _head(data: mmap.mmap, at: int) -> tuple[int, str, int, int] | None:
