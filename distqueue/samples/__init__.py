@@ -2,10 +2,10 @@
 
       put, ack, drop, lose         take                    find, places           snapshot
            │                        │                          │                     │
-puts.py, lookups.py: names in,   views.py: what is ready                           snapshots.py: flat
-refused or looked up at once     for (task, columns),                              arrays and back
+puts.py: refused or stored       views.py: what is ready                           snapshots.py: flat
+as a whole                       for (task, columns),                              arrays and back
            │                     updated at every event
-state.py ──┴─ a row is a slot of pages.py, and each table has its fields there:
+state.py ──┴─ ids to slots; a row is a slot of pages.py, and each table has its fields there:
    names.py      id ──► slot, and back; group by slot      claims.py   per task open, leased, acked; leases
    columns.py    which columns a row holds, their tokens   endings.py  how samples ended, the last ones by id
    segments.py   where the payload of a column lies

@@ -1,4 +1,4 @@
-"""The state of a sample table: all its parts, and the events that change more than one of them.
+"""The state of a sample table: all its parts, the events that change more than one of them, and the slots of ids.
 
 Rows are numbered in the order of their first put, and numbers are never reused. A row occupies a slot of `pages`; its
 data is in fields of that slot, each owned by the part it belongs to."""
@@ -8,11 +8,12 @@ from itertools import repeat, tee
 
 import numpy as np
 
+from distqueue.errors import LOST, SamplesLost
 from distqueue.samples.claims import Claims
 from distqueue.samples.columns import Columns
 from distqueue.samples.endings import Endings
 from distqueue.samples.names import NameTable, Texts
-from distqueue.samples.pages import Pages
+from distqueue.samples.pages import NONE, Pages
 from distqueue.samples.segments import Segments
 from distqueue.samples.types import Ended
 from distqueue.samples.views import Views
@@ -72,3 +73,60 @@ class State:
         ids = self.ids.remove(slots)
         self.endings.add(ids, reason)
         return Ended(ids, freed)
+
+    # ---- ids of a caller, whose errors name the sample
+
+    def ever_put(self, ids: Iterable[str], task: tuple[int, str] | None = None) -> np.ndarray:
+        """Distinct slots of the ids that are alive. ValueError: an id that is neither alive nor remembered, or that was
+        never handed to the task (number, name)."""
+        distinct = list(dict.fromkeys(ids))
+        slots = self.ids.find(distinct)
+        absent = [distinct[i] for i in np.flatnonzero(slots == NONE).tolist()]
+        for id, ending in zip(absent, self.endings.find(absent).tolist(), strict=True):
+            if ending == NONE:
+                raise ValueError(f"sample {id!r}: never put, or ended long ago")
+        if task is not None:
+            never = (slots != NONE) & (self.claims.handed[task[0]].values[slots] == 0)
+            if never.any():
+                id = distinct[int(never.argmax())]
+                raise ValueError(f"sample {id!r}: acknowledged by task {task[1]!r}, which never received it")
+        return slots[slots != NONE]
+
+    def live(self, ids: Sequence[str]) -> np.ndarray:
+        """Slot per id. ValueError: a sample that is not alive, with how it ended; SamplesLost if all that are not alive
+        were lost, with their ids."""
+        slots = self.ids.find(ids)
+        absent = [ids[i] for i in np.flatnonzero(slots == NONE).tolist()]
+        if absent:
+            endings = self.endings.find(absent).tolist()
+            reasons = ["never put" if ending == NONE else self.endings.reason(ending) for ending in endings]
+            others = [i for i, reason in enumerate(reasons) if not reason.startswith(LOST)]
+            first = others[0] if others else 0
+            message = f"sample {absent[first]!r}: {reasons[first]}"
+            raise ValueError(message) if others else SamplesLost(absent, message)
+        return slots
+
+    def claimable(self, ids: Iterable[str], task: tuple[int, str]) -> np.ndarray:
+        """Distinct slots of the ids. ValueError: a sample that is not alive, or that the task (number, name) holds or
+        has acknowledged."""
+        distinct = list(dict.fromkeys(ids))
+        slots = self.live(distinct)
+        taken = ~self.claims.is_open(task[0], slots)
+        if taken.any():
+            which = int(taken.argmax())
+            acked = self.claims.is_acked(task[0], slots[[which]])[0]
+            how = "acknowledged" if acked else "leased"
+            raise ValueError(f"sample {distinct[which]!r}: task {task[1]!r} has {how} it already")
+        return slots
+
+    def holding(self, ids: Sequence[str], columns: Iterable[str]) -> np.ndarray:
+        """Slot per id. ValueError, naming sample and column: one that is not alive, or lacks a column."""
+        slots = self.live(ids)
+        columns, held = tuple(columns), self.columns
+        lacks = ~held.holding(slots, held.mask(columns)) | (not held.known(columns))
+        if lacks.any():
+            slot = slots[[lacks.argmax()]]
+            has = held.of(held.held.values[slot[0]])
+            name = next(name for name in columns if name not in has)
+            raise ValueError(f"sample {self.ids.of(slot)[0]!r} lacks column {name!r}; it has {has}")
+        return slots

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.samples import lookups, puts, snapshots
+from distqueue.samples import puts, snapshots
 from distqueue.samples.endings import DONE, REMEMBERED
 from distqueue.samples.pages import NONE, PAGE_ROWS
 from distqueue.samples.segments import MAX_SEGMENT
@@ -143,7 +143,7 @@ class SampleTable:
 
     def find(self, ids: Sequence[str], columns: Sequence[str] = ()) -> Taken:
         """Look up samples without a lease. ValueError, naming sample and column: one is not live or lacks a column."""
-        return self._taken(lookups.holding(self.state, ids, columns))
+        return self._taken(self.state.holding(ids, columns))
 
     def parts(self, rows: np.ndarray, columns: Sequence[str]) -> list[tuple[list[str], np.ndarray, np.ndarray]]:
         """Locate columns of live rows (B > 0) that hold them: (columns, segments (B,), positions (B,)), one entry for
@@ -157,14 +157,14 @@ class SampleTable:
         not alive, or that the task holds or has acknowledged."""
         self.check_task(task)
         number = self.tasks.index(task)
-        slots = lookups.claimable(self.state, ids, (number, task))
+        slots = self.state.claimable(ids, (number, task))
         self.state.claims.lease(number, slots, now_s)
         self.state.views.refresh(slots, number)
 
     def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> np.ndarray:
         """(columns, B) int64: tokens of each sample in each column; 1 where the column is dense, text or metadata.
         ValueError, naming sample and column: a sample is not live or lacks a column."""
-        return self._lengths(lookups.holding(self.state, ids, columns), columns)
+        return self._lengths(self.state.holding(ids, columns), columns)
 
     def row_lengths(self, rows: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         """`lengths` of live rows that hold the columns."""
@@ -199,7 +199,7 @@ class SampleTable:
         Raise ValueError: a sample never put, or never handed to this task."""
         self.check_task(task)
         state, number = self.state, self.tasks.index(task)
-        slots = lookups.ever_put(state, ids, None if replayed else (number, task))
+        slots = state.ever_put(ids, None if replayed else (number, task))
         slots = slots[~state.claims.is_acked(number, slots)]
         state.claims.ack(number, slots)
         state.views.refresh(slots, number)
@@ -209,7 +209,7 @@ class SampleTable:
         """End live rows as `dropped:reason`, leased or not. Their groups continue without them. ValueError: a sample
         never put, or no reason."""
         _check_reason("drop", reason)
-        return self.state.end(lookups.ever_put(self.state, ids), f"dropped:{reason}")
+        return self.state.end(self.state.ever_put(ids), f"dropped:{reason}")
 
     def lose(self, ids: Iterable[str], reason: str) -> Ended:
         """End, as `reason`, the live ones of these samples, whose payload is lost."""
@@ -277,7 +277,7 @@ class SampleTable:
     def _leased(self, task: str, ids: Iterable[str]) -> tuple[int, np.ndarray]:
         """(number of the task, slots of those of `ids` that it holds)."""
         self.check_task(task)
-        number, slots = self.tasks.index(task), lookups.ever_put(self.state, ids)
+        number, slots = self.tasks.index(task), self.state.ever_put(ids)
         return number, slots[self.state.claims.is_leased(number, slots)]
 
 
