@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.samples import puts, snapshots
+from distqueue.samples import snapshots
 from distqueue.samples.endings import DONE, REMEMBERED
 from distqueue.samples.pages import NONE, PAGE_ROWS
+from distqueue.samples.puts import PutBatch
 from distqueue.samples.segments import MAX_SEGMENT
 from distqueue.samples.state import State
 from distqueue.samples.types import Ended, Selection, Taken
@@ -49,8 +50,8 @@ class SampleTable:
 
     def check_put(self, ids: Sequence[str], columns: Iterable[str], groups: Sequence[str] = ()) -> int:
         """Validate a put without storing it. Returns how many samples would be new."""
-        batch = puts.look_up(self.state, ids, groups)
-        puts.check(self.state, batch, tuple(columns))
+        batch = PutBatch(self.state, ids, groups)
+        batch.check(tuple(columns))
         return int(batch.new.sum())
 
     def put(
@@ -76,11 +77,11 @@ class SampleTable:
         for name, tokens in columns.items():
             assert tokens is None or len(tokens) == len(ids), f"column {name!r}: {len(ids)} samples"
         assert versions is None or versions.shape == (len(ids), 2), f"versions {versions.shape} for {len(ids)} samples"
-        batch = puts.look_up(self.state, ids, groups)
-        puts.check(self.state, batch, tuple(columns))
+        batch = PutBatch(self.state, ids, groups)
+        batch.check(tuple(columns))
         if claim:
             self.claim(claim, ids, now_s)
-        return puts.store(self.state, batch, columns, segment=segment, versions=versions, now_s=now_s)
+        return batch.store(columns, segment=segment, versions=versions, now_s=now_s)
 
     def check_task(self, task: str) -> None:
         """ValueError: not a task of this queue."""
