@@ -2,8 +2,8 @@
 
 A put is one segment; a batch is runs of rows of many segments, and each of its bytes is copied once.
 
-    put    columns ──► segment_file.py    a segment: bare, aligned buffers in one file of shared memory or disk
-                            │ mapped.py   the files a process has mapped
+    put    columns ──► segment_file.py    a segment: bare, aligned buffers in one file of shared memory or disk; and
+                            │             the files that a process has mapped
                             │ shard.py    one per node: serves readers and writers of other nodes, moves files
     get    columns ◄── gather.py          many segments into one buffer (buffers.py), on several threads
 

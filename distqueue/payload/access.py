@@ -13,8 +13,7 @@ from distqueue.messages import Delivery, DeliveryPart, File, SegmentPlace
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns
 from distqueue.payload.gather import SourcesDamaged
-from distqueue.payload.mapped import Mapped
-from distqueue.payload.segment_file import Contents, SegmentDamaged, SegmentGone, Stretch
+from distqueue.payload.segment_file import Contents, Mapped, SegmentDamaged, SegmentGone, Stretch
 from distqueue.payload.wire import DamagedInTransit, from_wire, to_wire
 
 

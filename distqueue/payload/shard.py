@@ -15,8 +15,7 @@ from distqueue.errors import StorageFull, naming_full_storage
 from distqueue.messages import DeliveryPart, File, SegmentPlace
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import SourcesDamaged, gather
-from distqueue.payload.mapped import Mapped
-from distqueue.payload.segment_file import DamagedRows, SegmentDamaged, SegmentFile, SegmentGone, lay_out
+from distqueue.payload.segment_file import DamagedRows, Mapped, SegmentDamaged, SegmentFile, SegmentGone, lay_out
 from distqueue.payload.sweep import LOCK_BYTES, PREFIX, memory, own, remove, sweep
 from distqueue.payload.wire import Frames, from_wire, to_wire
 

@@ -9,10 +9,9 @@ import torch
 
 from distqueue import PackedBatch
 from distqueue.messages import DeliveryPart, File, SegmentPlace, runs_of
-from distqueue.payload import mapped as mapping
+from distqueue.payload import segment_file
 from distqueue.payload.columns import stretches_of
-from distqueue.payload.mapped import Mapped
-from distqueue.payload.segment_file import SegmentFile, SegmentGone, lay_out
+from distqueue.payload.segment_file import Mapped, SegmentFile, SegmentGone, lay_out
 from distqueue.payload.shard import Shard
 from distqueue.payload.wire import from_wire, to_wire
 
@@ -61,7 +60,7 @@ def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
 
 
 def test_a_process_keeps_the_latest_files_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "MAX_MAPPED", 2)
+    monkeypatch.setattr(segment_file, "MAX_MAPPED", 2)
     mapped, places = Mapped(), [write(tmp_path / str(n), n, n) for n in (1, 2, 3)]
     assert [numbers(mapped.columns(place)) for place in places] == [[1], [2], [3]]
     assert list(mapped._files) == [place.path for place in places[1:]]
