@@ -5,10 +5,11 @@ Invariants:
 2. Above that, a point is the mean of ``every`` consecutive rows, and there are at most ``max_points``.
 3. A value that a row lacks, or that is not finite, is None: a gap in the curve."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
+
+from fusion.telemetry.validation import is_finite
 
 MAX_POINTS = 1000
 """Maximum number of points of a curve: more than a screen has room for."""
@@ -36,12 +37,7 @@ def curves(rows: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS) -> d
 
 def number(value: Any) -> float | None:
     """Return a finite number as it is, and anything else as None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond the range of a float
-        return None
+    return value if is_finite(value) else None
 
 
 def short(value: float) -> float:

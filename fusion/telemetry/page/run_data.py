@@ -95,7 +95,7 @@ def read_failure(path: Path) -> str | None:
     except FileNotFoundError:
         return None
     except ValueError:
-        return f"{path.name} cannot be read"
+        failure = None
     if not isinstance(failure, dict):
         return f"{path.name} cannot be read"
     rank = "controller" if failure.get("rank") is None else f"rank {failure['rank']}"
