@@ -21,13 +21,13 @@ SHARD = """
 import os, subprocess, sys
 from distqueue.payload.shard import Shard
 if os.fork():
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())
     os.wait()
     sys.stdin.read()  # the node process lives on
 else:
     shard = Shard(sys.argv[1], None)
     (shard.folder / "segment").write_bytes(bytes(5000))
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())
     sys.stdin.read()
 """
 """A node process, and a shard's process that it has started"""
