@@ -124,7 +124,7 @@ def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.T
     sorted_probs, order = probs_BV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocabulary, device=probs_BV.device)
     kept = rank < column([p.top_k or vocabulary for p in params])
-    before = torch.where(kept, sorted_probs, 0).cumsum(-1)
+    before = _cumulative(torch.where(kept, sorted_probs, 0))
     total = before[:, -1:]
     top_p = column([p.top_p for p in params])
     # top_p = 1 keeps all: rounding may let the sum reach its end before the last token
@@ -138,12 +138,18 @@ def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.T
 
 def _invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """Return the first token whose cumulative probability exceeds u times the total."""
-    cumulative = probs_BV.cumsum(-1)
+    cumulative = _cumulative(probs_BV)
     total = cumulative[:, -1:]
     # u · total may round up to the total, which no cumulative probability exceeds
     target = torch.minimum(uniforms_B.unsqueeze(1) * total, next_below(total))
     # a row of NaN yields the last token with logprob NaN, which the engine detects
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probs_BV.shape[1] - 1)
+
+
+def _cumulative(values_BV: torch.Tensor) -> torch.Tensor:
+    """Return the cumulative sums of each row. A single row is summed as one of two: CUDA sums it alone in an order that
+    differs between runs (CUB's scan), and from that of a row among others."""
+    return values_BV.expand(2, -1).cumsum(-1)[:1] if len(values_BV) == 1 else values_BV.cumsum(-1)
 
 
 def next_below(values: torch.Tensor) -> torch.Tensor:

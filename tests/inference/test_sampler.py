@@ -14,6 +14,7 @@ from fusion.inference.noise import request_key, uniforms
 from fusion.inference.sampler import next_below, sample
 from fusion.model.head import MAX_KEPT_IDS
 from fusion.npu import open_device
+from tests.atomic_additions import AtomicAdditions
 from tests.host_reads import HostReads
 
 VOCABULARY = 24
@@ -90,6 +91,15 @@ def test_the_host_waits_for_a_card_once(params):
         found = sample(logits, params, draws(8))
     assert reads.found == ["_to_copy"] and not reads.sent
     assert found.tokens == sample(logits.cpu(), params, draws(8)).tokens
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_a_card_adds_in_an_order_that_does_not_differ_between_runs(params, rows):
+    logits = torch.stack([logits_row(i) for i in range(rows)]).to(open_device("emulated").torch_device)
+    with AtomicAdditions() as added:
+        sample(logits, [params] * rows, draws(rows))
+    assert not added.found
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)], ids=str)
