@@ -5,12 +5,12 @@
 * text, metadata   a list of `str` or of JSON-able `dict`: their UTF-8 bytes, ragged uint8
 
 Invariants: every buffer is a contiguous CPU tensor; a sample read from a column is a view of its buffer (text and
-metadata are decoded); packing, selecting and concatenating preserve values bitwise, layouts, and empty sequences."""
+metadata are decoded); packing and selecting preserve values bitwise, layouts, and empty sequences."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from distqueue.layout import ITEM_BYTES, ColumnLayout
+from distqueue.messages import runs_of
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 """Element types of columns by name; an older torch lacks some"""
@@ -162,29 +163,14 @@ class Column:
 
     def take(self, rows: Sequence[int]) -> Column:
         """Select samples in this order: a view if they are consecutive, else one copy."""
-        runs = row_runs(rows) or [(0, 0)]
+        runs = runs_of(np.zeros(len(rows)), np.asarray(rows))[:, 1:].tolist() or [(0, 0)]
         views = [self.rows(start, stop) for start, stop in runs]
-        return views[0] if len(views) == 1 else Column.concat(views)
-
-    @staticmethod
-    def concat(columns: Sequence[Column]) -> Column:
-        """Concatenate columns of one layout; each byte is copied once."""
-        assert len({column.layout for column in columns}) == 1, f"layouts differ: {[c.layout for c in columns]}"
-        buffer = torch.cat([column.buffer for column in columns])
-        if columns[0].offsets is None:
-            return replace(columns[0], buffer=buffer)
-        return replace(columns[0], buffer=buffer, offsets=_offsets(torch.cat([c.lengths() for c in columns])))
-
-
-def row_runs(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """Merge consecutive rows: [3, 4, 5, 1] -> [(3, 6), (1, 2)]."""
-    runs: list[tuple[int, int]] = []
-    for row in rows:
-        if runs and runs[-1][1] == row:
-            runs[-1] = (runs[-1][0], row + 1)
-        else:
-            runs.append((row, row + 1))
-    return runs
+        if len(views) == 1:
+            return views[0]
+        buffer = torch.cat([view.buffer for view in views])
+        if self.offsets is None:
+            return replace(self, buffer=buffer)
+        return replace(self, buffer=buffer, offsets=_offsets(torch.cat([view.lengths() for view in views])))
 
 
 def _describe(tensor: Tensor) -> str:

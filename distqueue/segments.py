@@ -65,7 +65,7 @@ class Segment:
 
 
 class SegmentLedger:
-    def __init__(self, epoch: str, first: int = 1) -> None:
+    def __init__(self, epoch: str) -> None:
         """`epoch`: part of file names, so that they differ from those of any earlier ledger."""
         self.shards: dict[str, ShardState] = {}
         self.segments: dict[int, Segment] = {}
@@ -74,7 +74,7 @@ class SegmentLedger:
         self.discards: list[tuple[str, str]] = []
         """(shard, path) of files to unlink"""
         self._epoch = epoch
-        self._numbers = count(first)
+        self._numbers = count(1)
         self._files = count()
 
     def add_shard(self, shard: ShardState) -> None:
