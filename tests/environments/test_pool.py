@@ -385,20 +385,6 @@ def test_a_class_that_is_no_environment_is_refused(user_file, name, message):
         Pool(user_file, name)
 
 
-def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("import no_such_module")
-    with pytest.raises(ValueError, match="environment.path=.*importing it raised ModuleNotFoundError"):
-        Pool(file)
-
-
-def test_a_file_that_loads_for_too_long_is_refused_with_the_place_where_it_is(tmp_path, monkeypatch):
-    (tmp_path / "slow.py").write_text("import time\ndef wait():\n    time.sleep(1000)\nwait()\n")
-    monkeypatch.setattr("fusion.rewards.process.START_LIMIT_S", patience(2.0))
-    with pytest.raises(ValueError, match=r"(?s)environment\.path=.*slow\.py:Echo': not ready after \d+ s.* in wait"):
-        Pool(tmp_path / "slow.py")
-
-
 def test_the_environment_of_the_documentation_counts_down(tmp_path):
     page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
     file = tmp_path / "count_down.py"
