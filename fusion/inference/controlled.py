@@ -13,7 +13,7 @@ from typing import Any
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Orders
 from fusion.inference.counters import Counters, RankState
-from fusion.inference.placement import place
+from fusion.inference.placement import place, shares_prompt
 from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.sequence import Sequence
 from fusion.inference.validation import check_distinct, check_fits, checked_ids, checked_requests, checked_version
@@ -241,7 +241,11 @@ class ControlledEngine(ABC):
             return []
         parallel = self.mesh.parallel
         loads = self.control.states.unfinished[: parallel.stage_world : parallel.tp].tolist()
-        placed = zip(orders.submit, place(loads, orders.submit), strict=True)
+        shares = [
+            shares_prompt(len(one.prompt), one.params.max_tokens, placed_again=one.turns or one.chunk_tokens > 0)
+            for one in orders.submit
+        ]
+        placed = zip(orders.submit, place(loads, orders.submit, shares), strict=True)
         own = {request.id: self._sequence(request) for request, rank in placed if rank == self.mesh.dp_rank}
         self._add(own, orders)
         self.paused |= orders.pause

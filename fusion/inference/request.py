@@ -50,7 +50,7 @@ class Request:
     ``id``: unique among unfinished requests; with the run seed and a token's position it determines what is sampled, so
         a request that is resumed after a chunk or an abort keeps its id.
     ``prompt``: token ids, at least one.
-    ``group``: the same for requests with one prompt, which are placed where they share the prompt's KV.
+    ``group``: the same for requests with one prompt.
     ``response``: tokens generated before; generation continues behind them.
     ``chunk_tokens``: number of new tokens after which it ends with reason "chunk"; 0: no chunks.
     ``exact_tokens``: length of the whole response, with ``turns`` of the current turn, over all its chunks: no stop

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from fusion.inference.placement import place
+from fusion.inference.placement import place, shares_prompt
 from fusion.rollout import SuspendedSample
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.drafts import DraftGroups
@@ -191,9 +191,13 @@ class SimulatedEngine:
 
     def _place(self, requests: Sequence[SimulatedRequest]) -> None:
         self._num_unfinished += len(requests)
-        chosen = place([rank.unfinished for rank in self.ranks], requests)
-        for request, rank in zip(requests, chosen, strict=True):
-            size = self._size_of(request)
+        sizes, spec = [*map(self._size_of, requests)], self.spec
+        shares = [
+            shares_prompt(size.prompt_tokens, spec.max_tokens, placed_again=bool(spec.chunk_tokens or size.turn_end))
+            for size in sizes
+        ]
+        chosen = place([rank.unfinished for rank in self.ranks], requests, shares)
+        for request, size, rank in zip(requests, sizes, chosen, strict=True):
             seq = SimulatedSequence.of(request, rank, size, self.spec.chunk_tokens)
             home, tokens = self._parked.pop(request.id, (-1, 0))
             seq.parked = request.kv_tokens if self.spec.pools_kv else tokens if home == rank else 0

@@ -23,13 +23,15 @@ class RequestSize:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
-    parked; ``pools_kv``: where every engine finds it, within one version; ``pools_suspended``: also that of engines
-    that stop; ``adopt_s``: pause for new weights; ``drafts``: None: there are none."""
+    """What engines have in common. ``max_tokens``: maximum of a response; ``chunk_tokens``: None: no chunks;
+    ``keeps_kv``: the KV of suspended requests is parked; ``pools_kv``: where every engine finds it, within one version;
+    ``pools_suspended``: also that of engines that stop; ``adopt_s``: pause for new weights; ``drafts``: None: there are
+    none."""
 
     cost: EngineCost
     num_ranks: int
     limits: EngineConfig
+    max_tokens: int
     chunk_tokens: int | None = None
     keeps_kv: bool = False
     pools_kv: bool = False

@@ -91,6 +91,7 @@ class SimulationSetup:
             cost=cost,
             num_ranks=worker.infer_of_one_engine.dp,
             limits=replace(rollout.engine, max_kv_tokens=min(bounds, default=None)),
+            max_tokens=rollout.max_response_length,
             chunk_tokens=rollout.max_chunk_tokens or None,
             keeps_kv=pool.keeps_kv,
             pools_kv=pool.pools_kv,

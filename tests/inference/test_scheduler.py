@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.inference.blocks import BlockManager, next_name, root_name
-from fusion.inference.placement import place
+from fusion.inference.placement import place, shares_prompt
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
 from stalesync.job.overrides import known_keys
@@ -194,11 +194,12 @@ def test_prefill_takes_a_block_from_a_younger_decode_that_was_already_scheduled(
     wanted=st.lists(
         st.tuples(st.sampled_from(["", "a", "b", "c"]), st.one_of(st.none(), st.integers(0, 6))), max_size=30
     ),
+    apart=st.sampled_from(["", "a"]),
 )
-def test_placement_is_even_and_keeps_kv_and_siblings_together_as_far_as_it_is(loads, wanted):
+def test_placement_is_even_and_keeps_kv_and_siblings_together_as_far_as_it_is(loads, wanted, apart):
     requests = [Request(f"r{i}", (1,), group=group, kv_rank=home) for i, (group, home) in enumerate(wanted)]
     groups = [group for group, _ in wanted]
-    placed = place(loads, requests)
+    placed = place(loads, requests, [group != apart for group in groups])
     share = -(-(sum(loads) + len(groups)) // len(loads))
     after = list(loads)
     for rank in placed:
@@ -208,15 +209,22 @@ def test_placement_is_even_and_keeps_kv_and_siblings_together_as_far_as_it_is(lo
     for rank, (_, home) in zip(placed, wanted, strict=True):
         assert rank == home or home is None or home >= len(loads) or after[home] >= share, "it had no room left"
     returning = {i for i, (_, home) in enumerate(wanted) if home is not None and placed[i] == home}
-    for group in set(groups) - {""}:
+    for group in set(groups) - {"", apart}:
         homes = {rank for i, rank in enumerate(placed) if groups[i] == group and i not in returning}
         assert sum(after[rank] < share for rank in homes) <= 1  # it left a rank only when that was full
 
 
 def test_whole_groups_go_to_one_rank_when_they_divide_evenly():
-    placed = place([0] * 4, [Request(f"r{i}", (1,), group=f"g{i // 4}") for i in range(32)])
-    assert all(len(set(placed[i : i + 4])) == 1 for i in range(0, 32, 4))
-    assert [placed.count(rank) for rank in range(4)] == [8] * 4
+    requests = [Request(f"r{i}", (1,), group=f"g{i // 4}") for i in range(32)]
+    together, apart = (place([0] * 4, requests, [shares] * 32) for shares in (True, False))
+    assert all(len(set(together[i : i + 4])) == 1 for i in range(0, 32, 4))
+    assert all(len(set(apart[i : i + 4])) == 4 for i in range(0, 32, 4))
+    assert [together.count(rank) for rank in range(4)] == [apart.count(rank) for rank in range(4)] == [8] * 4
+
+
+def test_siblings_are_apart_where_their_prompt_is_short_and_they_are_not_placed_again():
+    assert [shares_prompt(n, 100, placed_again=False) for n in (1, 50, 51, 200)] == [False, False, True, True]
+    assert shares_prompt(1, 100, placed_again=True)
 
 
 def test_config_names_the_key_of_a_value_out_of_range():

@@ -77,6 +77,22 @@ def test_batch_invariant_logprobs_do_not_depend_on_the_number_of_attention_ranks
     assert got == by_id(generate(engine(batch_invariant=True), requests(9, 24)))
 
 
+def siblings_rank(rank, device, folder):
+    """Groups of the responses that this rank gives to two groups of two, whole and in chunks."""
+    made, groups = build(device, folder, Parallel(2, ep=2)), []
+    for chunk in (0, 8):
+        if rank == 0:
+            params = SamplingParams(max_tokens=8)
+            ids = [f"{group}{number}/{chunk}" for group in "ab" for number in range(2)]
+            made.submit([Request(id, (1, 2, 3), params, group=id[0], chunk_tokens=chunk) for id in ids])
+        groups.append(sorted(output.group for output in made.run()))
+    return groups
+
+
+def test_siblings_with_a_short_prompt_are_on_different_ranks_unless_chunks_place_them_again():
+    assert run_ranks(siblings_rank, 2, checkpoint()) == [[["a", "b"], ["a", "a"]], [["a", "b"], ["b", "b"]]]
+
+
 def drafting_rank(rank, device, folder, parallel):
     made = build(device, folder, parallel, batch_invariant=True, temperature=0.6)
     made.scheduler.drafter = TextDrafter(PlainIndexes(1))

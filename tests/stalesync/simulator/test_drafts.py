@@ -100,7 +100,7 @@ def ended(sizes, slots, drafts):
         engine.observe_finished("a", len(tokens))
 
     reports = dict(put=samples, put_chunks=lambda *_: None, note_stopped=lambda *_: None)
-    spec = EngineSpec(COST, 2, EngineConfig(max_seqs=slots, max_batch_tokens=4096), drafts=drafts)
+    spec = EngineSpec(COST, 2, EngineConfig(max_seqs=slots, max_batch_tokens=4096), 4096, drafts=drafts)
     size_of = {f"a/{i}": RequestSize(prompt, 0, size) for i, (prompt, size) in enumerate(sizes)}
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: size_of[one.id], **reports)
     engine.start([SimulatedRequest(id, "a") for id in size_of], 0, time=0.0, stay=False)

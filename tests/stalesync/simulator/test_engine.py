@@ -15,7 +15,7 @@ from fusion.colocate.paced import observe_load
 from fusion.inference import Request, SamplingParams
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import EngineConfig
-from fusion.inference.placement import place
+from fusion.inference.placement import place, shares_prompt
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
 from fusion.model import Parallel
@@ -80,7 +80,8 @@ class LoopedEngine:
             )
             for _, group, member, prompt, response in arrived
         ]
-        for request, rank in zip(made, place([rank.unfinished for rank in self.ranks], made), strict=True):
+        shares = [shares_prompt(len(one.prompt), AMPLE, placed_again=bool(self.chunk)) for one in made]
+        for request, rank in zip(made, place([rank.unfinished for rank in self.ranks], made, shares), strict=True):
             self.ranks[rank].add(Sequence.of(request, request.params, ()))
 
 
@@ -100,7 +101,7 @@ def simulated(ranks, limits, requests, chunk=None, adopt_at=None):
             ended[one.id] = clock.now, one.generated, "chunk"
 
     reported = []
-    spec = EngineSpec(COST, ranks, limits, chunk_tokens=chunk)
+    spec = EngineSpec(COST, ranks, limits, AMPLE, chunk_tokens=chunk)
     reports = dict(put=samples, put_chunks=chunks, note_stopped=lambda *_: None)
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.id], **reports)
     engine.start([], 0, time=0.0, stay=True)
@@ -172,7 +173,7 @@ def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
         put=lambda *_: None, put_chunks=lambda *_: None, note_stopped=lambda n, rest: stopped.update({n: rest})
     )
     size = RequestSize(4, 0, 1000)
-    spec = EngineSpec(cost, 1, EngineConfig(max_seqs=4, max_batch_tokens=64))
+    spec = EngineSpec(cost, 1, EngineConfig(max_seqs=4, max_batch_tokens=64), AMPLE)
     engine = SimulatedEngine(3, spec, clock, size_of=lambda one: size, **reports)
     engine.start([SimulatedRequest("a/0", "a"), SimulatedRequest("a/1", "a")], 5, time=0.0, stay=True)
     clock.advance_to(2.0)
@@ -199,7 +200,7 @@ def test_kv_is_pooled_at_the_end_of_a_chunk_and_of_suspended_requests_where_othe
         note_stopped=lambda _, some: stopped.extend(some),
     )
     limits = EngineConfig(max_seqs=2, max_batch_tokens=64, prefix_cache=prefix_cache)
-    spec = EngineSpec(COST, 1, limits, chunk_tokens=20, pools_kv=True, pools_suspended=pools_suspended)
+    spec = EngineSpec(COST, 1, limits, AMPLE, chunk_tokens=20, pools_kv=True, pools_suspended=pools_suspended)
     sizes = {"a": RequestSize(4, 0, 1000), "b": RequestSize(4, 0, 20), "c": RequestSize(4, 9, 1000)}
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.group], **reports)
     requests = [SimulatedRequest("a/0", "a"), SimulatedRequest("b/0", "b"), SimulatedRequest("c/0", "c", kv_tokens=12)]
