@@ -162,15 +162,10 @@ class QueueActor:
         if checkpoint.is_whole(folder, cut):
             return
         snapshot, numbers = self.core.snapshot(checkpoint.segment_path), [s.number for s in self.core.ledger.live]
-        with self.core.ledger.pinned(*numbers):
-            unfinished = checkpoint.Unfinished(folder, cut)
-            try:
-                partial = unfinished.partial
-                await self.fleet.copy_out(numbers, lambda number: str(partial / checkpoint.segment_path(number)))
-                await asyncio.to_thread(unfinished.finish, snapshot, numbers)
-            except BaseException:
-                unfinished.abort()
-                raise
+        with self.core.ledger.pinned(*numbers), checkpoint.Unfinished(folder, cut) as unfinished:
+            partial = unfinished.partial
+            await self.fleet.copy_out(numbers, lambda number: str(partial / checkpoint.segment_path(number)))
+            await asyncio.to_thread(unfinished.finish, snapshot, numbers)
 
     # ---- calls of clients
 

@@ -39,7 +39,8 @@ def release_freed() -> None:
 
 
 class Unfinished:
-    """A checkpoint being written, by one process at a time. `cut`: id of the call that writes it."""
+    """A checkpoint being written in the block, by one process at a time; of one that is not finished there, nothing is
+    left. `cut`: id of the call that writes it."""
 
     def __init__(self, folder: str, cut: str) -> None:
         """ValueError: the folder exists, or another call is writing it."""
@@ -47,7 +48,7 @@ class Unfinished:
         if self.folder.exists():
             raise ValueError(f"checkpoint={folder!r}: it exists already; expected a new folder")
         self.partial = self.folder.with_name(self.folder.name + ".partial")
-        self._index: Journal | None = Journal(self.partial, bytes)  # its lock excludes other writers
+        self._index = Journal(self.partial, bytes)  # its lock excludes other writers
         shutil.rmtree(self.partial / SEGMENTS, ignore_errors=True)  # of a call that did not finish
         make_folder(self.partial / SEGMENTS)
 
@@ -56,9 +57,7 @@ class Unfinished:
         missing = [number for number in numbers if not (self.partial / segment_path(number)).is_file()]
         if missing:
             raise ValueError(f"checkpoint={str(self.folder)!r}: expected a folder that every node of the queue sees")
-        assert self._index is not None
         self._index.begin(snapshot)
-        self._close()
         with naming_full_storage(self.partial / CUT, len(self.cut)):
             (self.partial / CUT).write_text(self.cut)
         for name in (CUT, SEGMENTS, "."):
@@ -66,14 +65,12 @@ class Unfinished:
         os.rename(self.partial, self.folder)
         sync(self.folder.parent)
 
-    def abort(self) -> None:
-        self._close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+    def __enter__(self) -> "Unfinished":
+        return self
 
-    def _close(self) -> None:
-        if self._index is not None:
-            self._index.close()
-            self._index = None
+    def __exit__(self, *_: object) -> None:
+        self._index.close()
+        shutil.rmtree(self.partial, ignore_errors=True)  # it is renamed if it is finished
 
 
 def is_whole(folder: str, cut: str) -> bool:

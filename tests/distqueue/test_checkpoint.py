@@ -253,10 +253,8 @@ def test_a_checkpoint_is_written_once_and_whole(in_journal: Before, tmp_path: Pa
         queue.checkpoint(in_journal.folder)
     with pytest.raises(ValueError, match="checkpoint='here': expected an absolute path"):
         queue.checkpoint("here")
-    unfinished = Unfinished(str(other), "cut")
-    with pytest.raises(ValueError, match="other.partial: another queue has it open"):
+    with Unfinished(str(other), "cut"), pytest.raises(ValueError, match="other.partial: another queue has it open"):
         queue.checkpoint(str(other))
-    unfinished.abort()
     assert not list(tmp_path.iterdir())
     (tmp_path / "other.partial" / "segments").mkdir(parents=True)
     (tmp_path / "other.partial" / "segments" / "left").touch()
