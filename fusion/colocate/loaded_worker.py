@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.colocate.card import LoadedCard, load_card
+from fusion.colocate.card import LoadedCard
 from fusion.colocate.groups import raise_file_limit
 from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
@@ -85,7 +85,7 @@ class LoadedWorker:
             raise_file_limit(spec)
             join(address, rank=self.rank, world=spec.world, opened=self._rendezvous)
         with log.work("restart" if restart else "prepare"):
-            self._card = load_card(
+            self._card = LoadedCard(
                 spec=spec,
                 rank=self.rank,
                 phases=self.phases,
