@@ -9,7 +9,7 @@ A stage is a method that all cards concerned run at once; between two stages a c
 from the host). What a card consists of is `LoadedCard`; how it changes its phase is in `PhaseSwitcher`."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from distqueue import PackedBatch
 from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.loaded_worker import LoadedWorker
 from fusion.colocate.phases import Phase
-from fusion.colocate.role_phase import in_role_phase
 from fusion.colocate.samples.sequences import (
     REFERENCE,
     response_column,
@@ -294,11 +293,26 @@ class Worker(LoadedWorker):
 
     @contextmanager
     def _in_role(self, stage: str, phase: Phase, mesh: Mesh, weights: AbstractContextManager[None]) -> Iterator[None]:
-        """Put the card into the ``phase`` of a frozen role for the block, and record its memory at the end."""
-        with in_role_phase(self.phases, phase, mesh=mesh, weights=weights, device=self.card.device):
-            self.phases.require(stage)
-            yield
-            self.card.log.record_memory(phase.value)
+        """Leave the card's phase, run the block in the ``phase`` of a frozen role with ``weights`` entered, and return;
+        all cards of ``mesh`` together. Raise AbortedOnAllRanks on all cards if one fails. If the phase of one does not
+        allow the transition, all keep their phase; after a later failure all are BROKEN."""
+        phases, home = self.phases, self.phases.phase
+        on_all = partial(all_or_none, group=mesh.world_group, rank=self.rank, device=self.card.device)
+        on_all(lambda: phases.check(phase), stage="phase")
+        phases.begin(phase)
+        try:
+            with ExitStack() as inside:
+                on_all(lambda: inside.enter_context(weights), stage=f"to {phase.value}")
+                phases.arrive(phase)
+                phases.require(stage)
+                yield
+                self.card.log.record_memory(phase.value)
+                phases.begin(home)
+                on_all(inside.close, stage=f"back to {home.value}")
+            phases.arrive(home)
+        except BaseException:
+            phases.arrive(Phase.BROKEN)
+            raise
 
     def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
         return replace(self.card.algorithm.weigh(sequences), version=version)
