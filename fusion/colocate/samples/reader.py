@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from distqueue import SamplesLost
+from distqueue import PackedBatch, SamplesLost
 from distqueue.hierarchy import GroupReader, Received
+from distqueue.hierarchy.reader import Readable
 from fusion.colocate.meshes import Meshes
-from fusion.colocate.samples.read_ahead import ReadAhead
 from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, stage_columns, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
@@ -17,6 +18,30 @@ from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.training import Sequences, TrainEngine
 
 log = logging.getLogger(__name__)
+
+
+class ReadAhead:
+    """A queue's `read`, of which one may be begun, in a thread, while the card computes on the batch before. Not
+    thread-safe.
+
+    Invariants: `read` returns, and raises, what the queue's `read` does; at most one batch is held ahead; a batch that
+    was begun is delivered to the next `read` only, and only if that asks for the same samples and columns."""
+
+    def __init__(self, queue: Readable):
+        self._queue = queue
+        self._thread = ThreadPoolExecutor(1, "read ahead")
+        self._begun: tuple[tuple[str, ...], tuple[str, ...], Future[PackedBatch]] | None = None
+        """Ids and columns of the batch that is held ahead, and the batch"""
+
+    def begin(self, ids: Sequence[str], columns: Sequence[str]) -> None:
+        self._begun = tuple(ids), tuple(columns), self._thread.submit(self._queue.read, ids, columns)
+
+    def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
+        """Return these samples, as the queue's `read` does."""
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[:2] == (tuple(ids), tuple(columns)):
+            return begun[2].result()
+        return self._queue.read(ids, columns)
 
 
 class StageReader:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distqueue import LocalQueue, PackedBatch, SamplesLost
-from fusion.colocate.samples.read_ahead import ReadAhead
+from fusion.colocate.samples.reader import ReadAhead
 
 IDS = ["a", "b", "c"]
 BATCHES = st.lists(st.sampled_from(IDS), min_size=1, max_size=3, unique=True)
