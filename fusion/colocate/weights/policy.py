@@ -123,12 +123,7 @@ class PolicyWeights:
         Raise WeightsDiffer: on all cards, with the checksums by rank."""
         if self._base_stays and not self._is_base_checked:
             model, group = self.train or self.infer, self.meshes.actor
-            own = self._all_or_none(
-                lambda: weights_checksum(model, base_only=True) if model is not None else None,
-                group=group,
-                stage="checksum",
-            )
-            self._same_on_all({"base": own}, group)
+            self._same_on_all({"base": self._checksum(model, group, base_only=True)}, group)
             self._is_base_checked = True
 
     def to_train(
@@ -177,20 +172,20 @@ class PolicyWeights:
             self._switchers[plan, target, exchange] = Switcher(
                 plan, source, target, device=self.device, group=group, exchange=exchange
             )
-        before = self._checksum(source, group)
-        report = self._switchers[plan, target, exchange].run(self.spec.fusion.checksum, host)
+        switcher, checks = self._switchers[plan, target, exchange], self.spec.fusion.checksum
+        before = self._checksum(source, group) if checks else None
+        report = switcher.run(checks, host)
+        if not checks:
+            return report, None
         after = self._checksum(None if isinstance(target, Buckets) else target, group)
-        return report, self._compare({"before": before, "after": after}, group)
+        return report, self._same_on_all({"before": before, "after": after}, group)
 
-    def _checksum(self, model: WeightHolder | None, group: dist.ProcessGroup | None) -> int | None:
-        if not self.spec.fusion.checksum:
-            return None
+    def _checksum(
+        self, model: WeightHolder | None, group: dist.ProcessGroup | None, base_only: bool = False
+    ) -> int | None:
         return self._all_or_none(
-            lambda: weights_checksum(model) if model is not None else None, group=group, stage="checksum"
+            lambda: weights_checksum(model, base_only) if model is not None else None, group=group, stage="checksum"
         )
-
-    def _compare(self, sums_here: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
-        return self._same_on_all(sums_here, group) if self.spec.fusion.checksum else None
 
     def _same_on_all(self, sums_here: dict[str, int | None], group: dist.ProcessGroup | None) -> int:
         sums_by_rank = gather_json(sums_here, group)
