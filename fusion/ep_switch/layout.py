@@ -8,9 +8,9 @@ names. What is asked of all ranks is therefore read from a model that has each k
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,10 @@ class Held(NamedTuple):
     place: Place
 
 
+def _cache() -> Any:
+    return field(default_factory=dict, init=False, repr=False, compare=False)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Describes the weights of one model over ``ranks`` (global ranks, in layout order).
@@ -61,6 +65,9 @@ class Layout:
     bucket_bytes: int = 256 << 20
     format: Format = EMBEDDED
     trained_only: bool = False
+    _units: dict[int, tuple[BucketPlan, ...]] = _cache()
+    _nbytes: dict[int, tuple[int, ...]] = _cache()
+    _patterns: dict[tuple[int, ...], Mapping[int | str, list[BucketPlan]]] = _cache()
 
     def __post_init__(self) -> None:
         assert self.ranks and len(set(self.ranks)) == len(self.ranks), f"ranks {self.ranks} are not distinct"
@@ -79,8 +86,11 @@ class Layout:
     def table(self, place: int) -> tuple[LocalParam, ...]:
         """Return the local tensors at a place of the grid, in the order of the forward pass. Those that are stored
         elsewhere are in no unit."""
+        return self._table(self.config, self.parallel, place)
+
+    def _table(self, config: ModelConfig, grid: Parallel, place: int) -> tuple[LocalParam, ...]:
         max_bytes, itemsize = unit_bytes(self.bucket_bytes), self.dtype.itemsize
-        return local_table(self.format, self.config, self.parallel, place, max_bytes=max_bytes, itemsize=itemsize)
+        return local_table(self.format, config, grid, place, max_bytes=max_bytes, itemsize=itemsize)
 
     @cached_property
     def card_numel(self) -> int:
@@ -166,22 +176,8 @@ class Layout:
         return self._patterns[shares]
 
     def _plan_units(self, config: ModelConfig, grid: Parallel, place: int) -> tuple[BucketPlan, ...]:
-        max_bytes, itemsize = unit_bytes(self.bucket_bytes), self.dtype.itemsize
-        table = local_table(self.format, config, grid, place, max_bytes=max_bytes, itemsize=itemsize)
-        units = plan_units(table, itemsize, max_bytes)
+        units = plan_units(self._table(config, grid, place), self.dtype.itemsize, unit_bytes(self.bucket_bytes))
         return trained_units(units) if self.trained_only else units
-
-    @cached_property
-    def _units(self) -> dict[int, tuple[BucketPlan, ...]]:
-        return {}
-
-    @cached_property
-    def _nbytes(self) -> dict[int, tuple[int, ...]]:
-        return {}
-
-    @cached_property
-    def _patterns(self) -> dict[tuple[int, ...], Mapping[int | str, list[BucketPlan]]]:
-        return {}
 
     def __str__(self) -> str:
         name = "" if self.format == EMBEDDED else f"{self.format} "
