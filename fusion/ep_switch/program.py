@@ -91,12 +91,13 @@ def _lent_first(rounds: Iterable[Iterable[PeerSegment]]) -> dict[int, list[Lent]
 def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Buckets | None) -> Program:
     """Compile the rounds of ``rank``, over the storage of its two ends (None: it holds nothing of that end, as both of
     a rank that is not in the plan)."""
-    ends = _Ends(source.flats if source else [], target.flats if target else [], rank)
-    size, (send, receive) = plan.wire_dtype.itemsize, plan.wire_bytes(rank)
-    stages = [ends.stage(round_) for round_ in plan.rounds]
+    own: tuple[Flats, Flats] = (source.flats if source else [], target.flats if target else [])
+    mapped: dict[int, PeerUnits] = defaultdict(PeerUnits)
+    stages = [_stage(round_, rank, own=own, mapped=mapped) for round_ in plan.rounds]
     copied = sum(prod(run.shape) for stage in stages for run in stage.copies[0])
     if held := plan.held_bytes(rank):
         stages[held.index(max(held))].fullest = True
+    size, (send, receive) = plan.wire_dtype.itemsize, plan.wire_bytes(rank)
     return Program(
         stages=stages,
         dtypes=(plan.source.dtype, plan.target.dtype),
@@ -104,31 +105,24 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
         send_numel=send // 2 // size,
         receive_numel=receive // 2 // size,
         bytes_local=copied * plan.target.dtype.itemsize,
-        storage=(ends.source, ends.target),
-        mapped=ends.mapped,
+        storage=own,
+        mapped=mapped,
         parks=plan.parks,
     )
 
 
-class _Ends:
-    def __init__(self, source: Flats, target: Flats, rank: int):
-        self.source, self.target, self.rank = source, target, rank
-        self.mapped: dict[int, PeerUnits] = defaultdict(PeerUnits)
-
-    def stage(self, round_: Round) -> Stage:
-        copied, send, receive = round_.by_peer(self.rank)
-        # Each rank begins with its next neighbour, so that not all of them send to the same one first.
-        sends = sorted(send.items(), key=lambda item: (item[0] < self.rank, item[0]))
-        own = self.source, self.target
-        return Stage(
-            allocate=units_of(self.rank, round_.allocate_before),
-            copies=paired(copied, self.target, own),
-            send=[PeerSegment(peer, moves, into=None, out_of=own) for peer, moves in sends],
-            release=units_of(self.rank, round_.release_after),
-            receive=[
-                PeerSegment(peer, moves, into=self.target, out_of=self.mapped[peer].flats)
-                for peer, moves in sorted(receive.items())
-            ],
-            exchange=round_.exchange,
-            restore=units_of(self.rank, round_.restore_before),
-        )
+def _stage(round_: Round, rank: int, *, own: tuple[Flats, Flats], mapped: dict[int, PeerUnits]) -> Stage:
+    copied, send, receive = round_.by_peer(rank)
+    # Each rank begins with its next neighbour, so that not all of them send to the same one first.
+    sends = sorted(send.items(), key=lambda item: (item[0] < rank, item[0]))
+    return Stage(
+        allocate=units_of(rank, round_.allocate_before),
+        copies=paired(copied, own[1], own),
+        send=[PeerSegment(peer, moves, into=None, out_of=own) for peer, moves in sends],
+        release=units_of(rank, round_.release_after),
+        receive=[
+            PeerSegment(peer, moves, into=own[1], out_of=mapped[peer].flats) for peer, moves in sorted(receive.items())
+        ],
+        exchange=round_.exchange,
+        restore=units_of(rank, round_.restore_before),
+    )
