@@ -69,7 +69,7 @@ class PeerSegment:
         self.peer, self.moves, self._into, self._out_of = peer, moves, into, out_of
         ends = [(move, move.target, into) if into is not None else (move, move.source, out_of[move.relayed])
                 for move in moves]  # fmt: skip
-        self.runs = _merged(_run(*end) for end in ends)
+        self.runs = [run for (run,) in _merged((_run(*end),) for end in ends)]
         self.sizes = [prod(run.shape) for run in self.runs]
         self.numel = sum(self.sizes)
 
@@ -191,35 +191,31 @@ def _run(move: Move, place: Place, flats: Flats) -> Run:
     return Run(flats, place, move.shape, name=move.name)
 
 
-def _merged(runs: Iterable[Run]) -> list[Run]:
-    """Merge adjacent runs that are contiguous in storage."""
-    merged: list[Run] = []
-    for run in runs:
-        last = merged[-1] if merged else None
-        if last and _follows(run, last):
-            merged[-1] = last._replace(shape=(last.shape[0] + run.shape[0],))
+def _merged(rows: Iterable[tuple[Run, ...]]) -> list[tuple[Run, ...]]:
+    """Merge adjacent rows of runs that are contiguous in every column."""
+    merged: list[tuple[Run, ...]] = []
+    for row in rows:
+        last = merged[-1] if merged else ()
+        if last and all(map(_follows, row, last)):
+            merged[-1] = tuple([run._replace(shape=(run.shape[0] + row[0].shape[0],)) for run in last])
         else:
-            merged.append(run)
+            merged.append(row)
     return merged
 
 
 def paired(moves: Iterable[Move], target: Flats, sources: tuple[Flats, Flats]) -> tuple[list[Run], list[Run]]:
     """Return the runs (into, out of) of moves, pairwise; adjacent ones that are contiguous on both ends are merged."""
-    into: list[Run] = []
-    out_of: list[Run] = []
-    for move in moves:
-        end, origin = _run(move, move.target, target), _run(move, move.source, sources[move.relayed])
-        if len(end.shape) != len(origin.shape):  # a box that is contiguous at one end only
-            end, origin = (
-                end._replace(shape=move.shape, place=move.target),
-                origin._replace(shape=move.shape, place=move.source),
-            )
-        if into and _follows(end, into[-1]) and _follows(origin, out_of[-1]):
-            shape = (into[-1].shape[0] + end.shape[0],)
-            into[-1], out_of[-1] = into[-1]._replace(shape=shape), out_of[-1]._replace(shape=shape)
-        else:
-            into.append(end)
-            out_of.append(origin)
+    merged = _merged(_pair(move, target, sources[move.relayed]) for move in moves)
+    return [into for into, _ in merged], [out_of for _, out_of in merged]
+
+
+def _pair(move: Move, target: Flats, source: Flats) -> tuple[Run, Run]:
+    into, out_of = _run(move, move.target, target), _run(move, move.source, source)
+    if len(into.shape) != len(out_of.shape):  # a box that is contiguous at one end only
+        into, out_of = (
+            into._replace(shape=move.shape, place=move.target),
+            out_of._replace(shape=move.shape, place=move.source),
+        )
     return into, out_of
 
 
