@@ -10,9 +10,8 @@
               │                                             opening, exchange: read in place (peer_sockets) or
               │                                             collective; buckets: both ends; fill: units from the host
               │                                             unit_sources (pure): wire or host, unit by unit
-              │                                             card_values: correction biases, which are in no unit
               ▼
-    SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
+    SwitchReport, or SwitchError on every rank              outcome; seconds by part
     weights_checksum: equal in every layout                 checksum: also of sent data
     SwitchConfig                                            config: its keys of the group `fusion`
 

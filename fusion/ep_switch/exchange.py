@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fusion.ep_switch.outcome import SwitchFailure, first_by_rank
+from fusion.ep_switch.outcome import Stopwatch, SwitchFailure, first_by_rank
 from fusion.ep_switch.program import Program
 from fusion.ep_switch.segment import PeerSegment
-from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 from fusion.npu.failures import FailureKind
 

@@ -18,8 +18,6 @@ from fusion.ep_switch.checksum import NO_SUM
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.program import NO_PROGRAM, Program
 from fusion.ep_switch.segment import PeerSegment
-from fusion.ep_switch.stopwatch import Stopwatch
-from fusion.npu import Device
 from fusion.npu.all_or_none import gather_bytes
 from fusion.npu.failures import FailureKind
 
@@ -34,13 +32,13 @@ _switches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 class CollectiveExchange(Exchange):
     """Implements the exchange by collectives of a process group. `settle` waits for nothing: the data was packed before
-    any later work of this rank's stream."""
+    any later work of this rank's stream. ``common``: as of `Exchange`."""
 
     name = "collective"
     in_place = False
 
-    def __init__(self, *, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch, group: dist.ProcessGroup):
-        super().__init__(rank=rank, peers=peers, device=device, clock=clock)
+    def __init__(self, *, group: dist.ProcessGroup, **common: Any):
+        super().__init__(**common)
         self.group = group
         self._place = {peer: place for place, peer in enumerate(self.peers)}
         self._program, self._checksum = NO_PROGRAM, False

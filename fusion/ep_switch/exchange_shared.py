@@ -22,8 +22,7 @@ from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.peer_sockets import MALFORMED, PeerSockets
 from fusion.ep_switch.program import NO_PROGRAM, Program
 from fusion.ep_switch.segment import Lent, PeerSegment
-from fusion.ep_switch.stopwatch import Stopwatch
-from fusion.npu import HANDLE_BYTES, Device
+from fusion.npu import HANDLE_BYTES
 
 READY, READ, VOTE = range(3)
 _HEAD = struct.Struct("<Bqi")
@@ -118,23 +117,14 @@ class PeerMessages:
 
 class SharedExchange(Exchange):
     """Implements the exchange by reading the storage of other processes on this machine. `abandon` does nothing: the
-    closing vote is sent at once."""
+    closing vote is sent at once. ``common``: as of `Exchange`."""
 
     name = "shared"
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        peers: Sequence[int],
-        device: Device,
-        clock: Stopwatch,
-        messages: PeerMessages,
-        forget: Callable[[], object],
-    ):
-        super().__init__(rank=rank, peers=peers, device=device, clock=clock)
+    def __init__(self, *, messages: PeerMessages, forget: Callable[[], object], **common: Any):
+        super().__init__(**common)
         self.messages, self._forget = messages, forget
-        self.others = [peer for peer in peers if peer != rank]
+        self.others = [peer for peer in self.peers if peer != self.rank]
         self._program = NO_PROGRAM
         self._stream: Any = None
         self._round = -1

@@ -1,11 +1,16 @@
-"""Report the outcome of a switch: a report on every rank, or an error with the failures of all ranks."""
+"""Report the outcome of a switch: a report on every rank, with seconds by part, or an error with the failures of all
+ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fusion.npu.failures import AbortedOnAllRanks, RankFailure
+
+if TYPE_CHECKING:
+    from fusion.npu import Device
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,36 @@ PARTS = ("prepare", "memory", "pack", "exchange", "unpack", "finish")
 """prepare: buffers and the agreement to start. memory: allocation and release of storage. pack: copies inside the rank,
 and from sources to send buffers. exchange: waiting for other ranks. unpack: copies of other ranks' data to the target.
 finish: the agreement that all ranks are done."""
+
+
+class Stopwatch:
+    """Measures the parts of a switch by events on the current stream, without waiting for it."""
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._events: list[Any] = []
+        self._parts: list[str] = []
+
+    def start(self) -> None:
+        self._parts.clear()
+        self._record()
+
+    def mark(self, part: str) -> None:
+        """Count the work queued since the last mark as ``part``."""
+        self._parts.append(part)
+        self._record()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds by part; call it after synchronising the card."""
+        total = dict.fromkeys(PARTS, 0.0)
+        for i, part in enumerate(self._parts):
+            total[part] += self._events[i].elapsed_time(self._events[i + 1]) * 1e-3
+        return total
+
+    def _record(self) -> None:
+        if len(self._parts) == len(self._events):
+            self._events.append(self._device.event(timing=True))
+        self._events[len(self._parts)].record()
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,11 @@ class Plan:
         """Units of the source that wait in host memory until the round before which they are restored."""
         return tuple(unit for round_ in self.rounds for unit in round_.restore_before)
 
+    @property
+    def sends_card_values(self) -> bool:
+        """Whether a rank of the target has none of the values apart from the units: all ranks then broadcast them."""
+        return self.source.card_numel > 0 and not {*self.target.ranks} <= {*self.source.ranks}
+
     def shared_units(self, rank: int) -> dict[int, int]:
         """Map units of the target to the unit of the source with common storage on a rank."""
         return {target: source for owner, target, source in self.shared if owner == rank}

@@ -26,17 +26,15 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
-from fusion.ep_switch.card_values import are_sent, copy_values, values_of
 from fusion.ep_switch.exchange import STAGE, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
 from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.moves import units_of
 from fusion.ep_switch.opening import open_exchange
-from fusion.ep_switch.outcome import PARTS, SwitchError, SwitchFailure, SwitchReport
+from fusion.ep_switch.outcome import Stopwatch, SwitchError, SwitchFailure, SwitchReport
 from fusion.ep_switch.plan import Plan
 from fusion.ep_switch.program import Program, Stage, compile_program
 from fusion.ep_switch.rounds import IN_FLIGHT
 from fusion.ep_switch.segment import TransferError, copy
-from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.npu.all_or_none import attempt
@@ -74,6 +72,7 @@ class Switcher:
         self._source: Buckets | None = None
         self._target: Buckets | None = None
         self._card_values: torch.Tensor | None = None
+        """The source's values apart from the units, or memory that receives them; None: this rank has no part in it"""
         self._parked: dict[int, torch.Tensor] = {}
         """Host memory of the units of the source that are restored before they are read"""
         self._round = -1
@@ -120,7 +119,7 @@ class Switcher:
             units, staging_bytes = self.plan.hosted_units(rank), self.plan.staging_bytes(rank)
             self._fill.open(self._target, units, host, staging_bytes=staging_bytes)
             self._parked = self._host_memory(rank)
-            self._card_values = values_of(self.plan, self._source, self.device)
+            self._card_values = self._values_of_source()
             exchange.open(program, checksum)
             self._note_memory()
             return program
@@ -181,7 +180,7 @@ class Switcher:
         the units follows, as a rank whose rounds failed could not join its broadcast."""
         try:
             self._attempt(exchange, lambda: self._run_rounds(exchange, program))
-            if are_sent(self.plan):
+            if self.plan.sends_card_values:
                 self._attempt(exchange, self._copy_card_values)
             else:
                 self._copy_card_values()
@@ -219,8 +218,24 @@ class Switcher:
             exchange.abandon()
             raise
 
+    def _values_of_source(self) -> torch.Tensor | None:
+        """Return the values on the card apart from the units (`Buckets.card`), or memory to receive them."""
+        if self._source is not None or not self.plan.sends_card_values:
+            return None if self._source is None else self._source.card
+        with self.device.owner("buckets"):
+            numel = self.plan.source.card_numel
+            return torch.empty(numel, dtype=torch.float32, device=self.device.torch_device)
+
     def _copy_card_values(self) -> None:
-        copy_values(self.plan, self._card_values, self._target, self._group)
+        """Copy these values to the target: a few vectors that every rank of a layout holds whole (the correction biases
+        of all routers). A card that trains and generates has one copy for both ends, and one that only generates
+        receives them in a broadcast. Collective over the group where they are sent."""
+        values, target = self._card_values, self._target
+        if self.plan.sends_card_values:
+            assert values is not None
+            dist.broadcast(values, src=self.plan.source.ranks[0], group=self._group)
+        if target is not None and values is not None and target.card is not values:
+            target.card.copy_(values)
 
     def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
         if stage.allocate:
@@ -284,5 +299,5 @@ class Switcher:
             peak_reserved=self._peak_reserved,
             exchange=exchange.name,
             received_bytes=plan.received_bytes(rank),
-            parts_s=self._clock.seconds(PARTS),
+            parts_s=self._clock.seconds(),
         )

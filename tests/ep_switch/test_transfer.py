@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusion.ep_switch import Layout, Topology, plan_switch, weights_checksum
 from fusion.ep_switch import plan as planning
 from fusion.ep_switch.opening import open_exchange
-from fusion.ep_switch.stopwatch import Stopwatch
+from fusion.ep_switch.outcome import Stopwatch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Mesh, Parallel, Transformer
 from tests.ep_switch.switching import (

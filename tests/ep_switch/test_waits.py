@@ -11,7 +11,7 @@ import torch
 from fusion.ep_switch import plan_switch
 from fusion.ep_switch.exchange_shared import SharedExchange
 from fusion.ep_switch.opening import open_exchange
-from fusion.ep_switch.stopwatch import Stopwatch
+from fusion.ep_switch.outcome import Stopwatch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute
