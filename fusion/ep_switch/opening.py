@@ -10,8 +10,8 @@ import torch.distributed as dist
 from fusion.ep_switch.exchange import Exchange, Kind
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import PeerMessages, SharedExchange
+from fusion.ep_switch.outcome import Stopwatch
 from fusion.ep_switch.peer_sockets import Invitation, Listener, machine
-from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 from fusion.npu.all_or_none import gather_json
 
@@ -25,23 +25,18 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, *, kind: Kind
     memory."""
     group = group or dist.distributed_c10d._get_default_group()
     rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
+    common: dict[str, Any] = dict(rank=rank, peers=peers, device=device, clock=clock)
     if len(peers) == 1:
-        return Exchange(rank=rank, peers=peers, device=device, clock=clock)
-    if kind != "collective" and group not in _messages:
+        return Exchange(**common)
+    if kind == "collective":
+        return CollectiveExchange(group=group, **common)
+    if group not in _messages:
         _messages[group] = _connect(device, group, rank=rank, peers=peers)
-    messages = _messages.get(group) if kind != "collective" else None
-    if messages is not None:
-        return SharedExchange(
-            rank=rank,
-            peers=peers,
-            device=device,
-            clock=clock,
-            messages=messages,
-            forget=lambda: _messages.pop(group, None),
-        )
+    if (messages := _messages[group]) is not None:
+        return SharedExchange(messages=messages, forget=lambda: _messages.pop(group, None), **common)
     if kind == "shared":
         raise ValueError("exchange='shared': the ranks are not all on one machine with cards that share memory")
-    return CollectiveExchange(rank=rank, peers=peers, device=device, clock=clock, group=group)
+    return CollectiveExchange(group=group, **common)
 
 
 def _connect(device: Device, group: dist.ProcessGroup, *, rank: int, peers: Sequence[int]) -> Any:
