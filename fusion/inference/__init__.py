@@ -19,8 +19,7 @@
     attention   paged attention over them: the model's `attend`
     noise       one uniform number per (run seed, request, position)
     sampler     temperature, top-k, top-p, min-p, and the choice of a token by that number
-    drawing     samples the next tokens of a step, the same on all ranks
-    forward     runs one step through this rank's layers
+    forward     runs one step through this rank's layers and samples the next tokens, the same on all ranks
     counters    totals of a rank, exchanged at every step and reported as metrics            (pure)
     controlled  what every engine does: orders of a step, control calls, size of the KV cache
     engine      EmbeddedEngine, the embedded `InferEngine`; all ranks of the group step together

@@ -13,7 +13,6 @@ for each other: use PP only for models that do not fit otherwise."""
 import time
 from collections.abc import Callable, Collection, Mapping
 from math import isnan
-from typing import TYPE_CHECKING
 
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig, check_context
@@ -22,7 +21,6 @@ from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
 from fusion.inference.forward import Forward
 from fusion.inference.graphs import DecodeGraphs
-from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
@@ -154,7 +152,7 @@ class EmbeddedEngine(ControlledEngine):
         super().reconfigure(config)
         limits = config.engine
         self.scheduler.max_seqs, self.scheduler.max_batch_tokens = limits.max_seqs, limits.max_batch_tokens
-        self.forward.draw.max_rows = limits.max_seqs
+        self.forward.max_rows = limits.max_seqs
 
     def release_kv(self) -> None:
         self._holds_kv = False
@@ -257,9 +255,3 @@ class EmbeddedEngine(ControlledEngine):
         output.kv_rank = self.mesh.dp_rank if kept else None
         if kept and self.pooled is not None:
             output.kv_tokens = self.pooled.computed(output.request_id)
-
-
-if TYPE_CHECKING:
-
-    def _satisfies_interface(engine: EmbeddedEngine) -> InferEngine:
-        return engine

@@ -1,29 +1,32 @@
-"""Compute one step: run the scheduled tokens through this rank's layers, then sample.
+"""Compute one step: run the scheduled tokens through this rank's layers, then sample, the same on all ranks.
 
-step ─► batch ─► [hidden of the previous stage] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
+step ─► batch ─► [hidden of the previous stage] ─► layers, attending to paged KV ─► hidden ─► [next stage]
+hidden ─► logits of this TP rank's share of the vocabulary ─► whole rows ─► sampler ─► (last stage broadcasts)
+(run seed, request, position) ─► noise ──────────────────────────────────────┘   tokens, logprobs, kept ids
 """
 
 from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from fusion.inference.attention import PagedAttention
 from fusion.inference.batch import Batch, BatchSize, Places, plan_batch
-from fusion.inference.drawing import Draw
 from fusion.inference.graphs import Computed, DecodeGraphs, padded, size_of
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import ParkedKV
 from fusion.inference.routing import RoutingCache, of_all_layers
-from fusion.inference.sampler import Sampled
-from fusion.inference.sequence import EngineStep
+from fusion.inference.sampler import Sampled, noise_of, sample, split_kept
+from fusion.inference.sequence import EngineStep, Sequence
 from fusion.model import Mesh, Routed, RowSplit, Transformer, routing_dtype, routing_of, whole_rows
 from fusion.npu import Device
 
 
 class Forward:
     """Compute steps. Collective over the mesh. ``seed``: seed of the run; ``routing``: records the experts of all
-    tokens; None: does not record. ``graphs``: replays steps that only decode; None: none are."""
+    tokens; None: does not record. ``graphs``: replays steps that only decode; None: none are. ``max_rows``: rows whose
+    logits are in memory at a time; a step without drafts has no more."""
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Forward:
         self.model, self.mesh, self.device, self.cache, self.parked = model, mesh, device, cache, parked
         self.routing, self.graphs, self.batch_invariant = routing, graphs, batch_invariant
         self._max_dispatched_rows = model.max_dispatched_rows
-        self.draw = Draw(model, mesh, seed, max_rows)
+        self.seed, self.max_rows = seed, max_rows
 
     @torch.inference_mode()
     def __call__(self, step: EngineStep) -> Sampled:
@@ -66,7 +69,7 @@ class Forward:
             self._keep_routing(plan.places, routed, rows)
         if not (step.sampled or step.verified):
             return Sampled([], [])
-        return self.draw(out if self.mesh.last_stage else None, sampled_rows, step)
+        return self._draw(out if self.mesh.last_stage else None, sampled_rows, step)
 
     def _compute(self, batch: Batch, rows: RowSplit) -> Computed:
         routed: list[Routed] | None = [] if self.routing else None
@@ -126,3 +129,60 @@ class Forward:
         if shape[0]:
             dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
         return hidden
+
+    def _draw(self, hidden: torch.Tensor | None, sampled_rows: torch.Tensor | None, step: EngineStep) -> Sampled:
+        """Return a token for each of ``step.drawn``, sampled on the last stage from ``hidden`` (None on the others),
+        equal on all. ``sampled_rows``: int64 [S], the rows that are sampled; None: all."""
+        noise, sequences = noise_of(step.sampled, step.verified, self.seed), step.drawn
+        sampled = None
+        if hidden is not None:
+            if sampled_rows is not None:
+                hidden = hidden.index_select(0, sampled_rows)
+            sampled = self._sample(hidden, sequences, noise)
+            if self.mesh.pp_group is None:
+                return sampled
+        return self._spread(sampled, sequences)
+
+    def _spread(self, sampled: Sampled | None, sequences: list[Sequence]) -> Sampled:
+        """Broadcast what the last stage has sampled; None: on the others."""
+        group, source = self.mesh.pp_group, self.mesh.parallel.pp - 1
+        drawn = torch.zeros(3, len(sequences), dtype=torch.float64)
+        if sampled is not None:
+            drawn[0], drawn[1] = torch.tensor(sampled.tokens), torch.tensor(sampled.logprobs, dtype=torch.float64)
+            if sampled.kept is not None:
+                drawn[2] = torch.tensor([len(ids) // 4 for ids in sampled.kept])
+        truncates = any(seq.params.truncates for seq in sequences)  # only then is there a third row to send
+        drawn = drawn if truncates else drawn[:2]
+        dist.broadcast(drawn, group=group, group_src=source)
+        tokens, logprobs = drawn[0].long().tolist(), drawn[1].tolist()
+        if not (truncates and drawn[2].any()):
+            return Sampled(tokens, logprobs)
+        ids, counts = torch.empty(int(drawn[2].sum()), dtype=torch.int32), drawn[2].long().tolist()
+        if sampled is not None and sampled.kept is not None:
+            ids = torch.frombuffer(bytearray(b"".join(sampled.kept)), dtype=torch.int32)
+        dist.broadcast(ids, group=group, group_src=source)
+        return Sampled(tokens, logprobs, split_kept(ids.numpy(), counts))
+
+    def _sample(self, hidden: torch.Tensor, sequences: list[Sequence], noise: np.ndarray) -> Sampled:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        kept: list[bytes] = []
+        for start in range(0, len(sequences), self.max_rows):
+            rows = slice(start, start + self.max_rows)
+            logits = self._whole_rows(self.model.head.logits(hidden[rows]))
+            some = sample(logits, [seq.params for seq in sequences[rows]], noise[rows])
+            tokens += some.tokens
+            logprobs += some.logprobs
+            kept += [b""] * len(some.tokens) if some.kept is None else some.kept
+        return Sampled(tokens, logprobs, kept if any(kept) else None)
+
+    def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
+        """Gather the columns of all TP ranks: [n, V]."""
+        group = self.mesh.tp_group
+        if group is None:
+            return logits_nVl
+        rows, columns = logits_nVl.shape
+        ranks = self.mesh.parallel.tp
+        shards = logits_nVl.new_empty(ranks * rows, columns)
+        dist.all_gather_into_tensor(shards, logits_nVl.contiguous(), group=group)
+        return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)

@@ -18,9 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from fusion.inference.noise import uniforms
 from fusion.inference.request import SamplingParams
+from fusion.inference.sequence import Sequence
+from fusion.inference.verification import Verification
 from fusion.model.head import MAX_KEPT_IDS
 from fusion.npu import to_card
+
+NOISE_AHEAD = 16
+"""Number of positions for which a sequence's noise is drawn at a time."""
 
 
 class Sampled(NamedTuple):
@@ -30,6 +36,25 @@ class Sampled(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     kept: list[bytes] | None = None
+
+
+def noise_of(sampled: list[Sequence], verified: list[Verification], seed: int) -> np.ndarray:
+    """Return a number for each sequence's next position, then one for the position behind each row of drafts: float64.
+    Those of sequences are drawn for several positions at once, as the generator's ten rounds take about the same time
+    for few numbers as for many. ``seed``: of the run."""
+    empty = [seq for seq in sampled if not seq.noise]
+    if empty:
+        keys = np.fromiter((seq.noise_key for seq in empty), np.uint64, len(empty)).repeat(NOISE_AHEAD)
+        next_ = np.fromiter((len(seq.tokens) for seq in empty), np.int64, len(empty))
+        ahead = uniforms(seed, keys, (next_[:, None] + np.arange(NOISE_AHEAD)[::-1]).ravel())
+        for seq, numbers in zip(empty, ahead.reshape(len(empty), NOISE_AHEAD).tolist(), strict=True):
+            seq.noise = numbers
+    noise = np.array([seq.noise.pop() for seq in sampled])
+    if not verified:
+        return noise
+    keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
+    positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
+    return np.concatenate([noise, uniforms(seed, keys, positions)])
 
 
 def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray) -> Sampled:

@@ -23,7 +23,6 @@ from fusion.inference.backends.vllm_sampler import KeyedSampler
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
-from fusion.inference.interface import InferEngine
 from fusion.inference.request import CONTINUED, FinishReason, Output, Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.stop_strings import StopStrings
@@ -293,9 +292,3 @@ class VllmEngine(ControlledEngine):
         kept = reason in CONTINUED and self.config.engine.prefix_cache
         output.kv_rank = self.mesh.dp_rank if kept else None
         return output
-
-
-if TYPE_CHECKING:
-
-    def _satisfies_interface(engine: VllmEngine) -> InferEngine:
-        return engine

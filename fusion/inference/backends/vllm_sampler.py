@@ -7,12 +7,10 @@ with the tokens. A draft is followed as far as its tokens are the sampled ones. 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from fusion.inference.drawing import noise_of, noise_of_rows
-from fusion.inference.sampler import sample
+from fusion.inference.sampler import noise_of, sample
 from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Verification
 
@@ -59,12 +57,9 @@ class KeyedSampler(nn.Module):
         """Return token, logprob and kept ids of requests, by request id; each is given with its first row."""
         sequences, verified = [seq for _, seq in single], [one for _, one in drafted]
         rows = [row for row, _ in single] + [row + i for row, one in drafted for i in range(len(one))]
-        noise = noise_of(sequences, self._seed)
-        if verified:
-            noise = np.concatenate([noise, noise_of_rows(verified, self._seed)])
         params = [seq.params for seq in sequences] + [one.seq.params for one in verified for _ in one.tokens]
         chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
-        drawn = sample(chosen, params, noise)
+        drawn = sample(chosen, params, noise_of(sequences, verified, self._seed))
         results = list(zip(drawn.tokens, drawn.logprobs, drawn.kept or [b""] * len(rows), strict=True))
         found = {seq.request.id: [result] for seq, result in zip(sequences, results, strict=False)}
         end = len(single)
