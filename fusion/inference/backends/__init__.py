@@ -8,8 +8,7 @@
     vllm_latents   keeps what vLLM derives from weights of latent attention equal to them
     vllm_model     VllmModel: the weights of vLLM's model in our `Buckets`
     vllm_checks    checks at the start that vLLM's tensors are those of the table, and that it computes from them
-    vllm_sampler   the keyed sampler in place of vLLM's
-    vllm_drafts    proposes our drafts to vLLM's scheduler
+    vllm_sampler   the keyed sampler in place of vLLM's, and our drafts
     vllm_routing   reads the experts that vLLM records
     vllm_engine    VllmEngine: the `InferEngine` over them
 

@@ -17,9 +17,8 @@ from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from fusion.inference.backends.vllm_core import VllmCore
-from fusion.inference.backends.vllm_drafts import propose
 from fusion.inference.backends.vllm_routing import VllmRouting
-from fusion.inference.backends.vllm_sampler import KeyedSampler
+from fusion.inference.backends.vllm_sampler import KeyedSampler, propose
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine

@@ -1,18 +1,26 @@
-"""Sample as the embedded engine does, in place of vLLM's sampler and of its verification of drafts.
+"""Sample as the embedded engine does, and verify its drafts, in place of vLLM's sampler and proposer.
+
+    running sequences ─ `Drafter` ─► drafts that fit ─► vLLM's scheduler ─► one pass over sequence and draft
+        ─► keyed sampler: the draft's tokens as far as they are those that are sampled, and one more
 
 A token's noise is keyed by (run seed, request, position), so the tokens are those that the embedded engine samples
 from the same logits; log-probabilities are those of the distribution that was sampled from, whose kept ids are recorded
-with the tokens. A draft is followed as far as its tokens are the sampled ones. vLLM for Ascend does none of it."""
+with the tokens. vLLM for Ascend does none of it. vLLM is started without speculative decoding, which would fix the
+number of drafted tokens at its start: it schedules, computes and takes back any tokens that its scheduler is given.
+
+Invariant: with drafts, single paths, a step computes at most ``max_tokens`` tokens; no draft preempts a sequence."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any
 
 import torch
 from torch import nn
 
+from fusion.inference.backends.vllm_core import VllmCore
 from fusion.inference.sampler import noise_of, sample
 from fusion.inference.sequence import Sequence
-from fusion.inference.verification import Verification
+from fusion.inference.verification import Depths, Drafter, Verification
 
 
 class KeyedSampler(nn.Module):
@@ -68,3 +76,27 @@ class KeyedSampler(nn.Module):
             kept = one.follow([token for token, _, _ in of_rows])
             found[one.seq.request.id], one.seq.noise = [of_rows[row] for row in kept], []
         return found
+
+
+def propose(core: VllmCore, drafter: Drafter, running: Items[Sequence], max_tokens: int) -> dict[str, Verification]:
+    """Give vLLM's scheduler drafts of the sequences that decode in the next step; return them by request id."""
+    from vllm.v1.outputs import DraftTokenIds
+
+    decodes = [seq for seq in running if seq.computed + 1 == len(seq.tokens)]
+    if not decodes:
+        return {}
+    room = max(0, max_tokens - sum(len(seq.tokens) - seq.computed for seq in running))
+    blocks = core.free_blocks - len(running)  # a sequence may need one for the token that it computes anyway
+    proposed: dict[str, Verification] = {}
+    for seq, draft in zip(decodes, drafter.draft(decodes, Depths(decodes), room), strict=True):
+        if draft is None or not draft.tokens or len(draft.tokens) > room:
+            continue
+        one = Verification.of(seq, draft, core.block_size)
+        assert len(one.paths) == 1, "vLLM verifies single paths"
+        needed = one.blocks_of_tail(0, core.block_size) - 1
+        if needed > blocks:
+            continue
+        room, blocks = room - len(draft.tokens), blocks - needed
+        proposed[seq.request.id] = one
+    core.scheduler.update_draft_token_ids(DraftTokenIds(list(proposed), [one.tokens[1:] for one in proposed.values()]))
+    return proposed
