@@ -29,6 +29,7 @@ from fusion.model.collectives import (
     gather_padded,
     gather_rows,
     gather_uneven,
+    reduce_scatter_rows,
     reduce_scatter_uneven,
     shard_range,
     sum_pieces,
@@ -37,11 +38,27 @@ from fusion.model.collectives import (
 from fusion.model.exchange import RowExchange, plan_exchange, reorder
 from fusion.model.matrix import Adapted, Matrix, Weights, base_of, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
-from fusion.model.mlp import MLP
 from fusion.model.replay import Forced, Routed
 from fusion.model.spec import Sparse
 from fusion.npu.operators import Plain, linear, sigmoid
 from fusion.npu.operators.gating import choose_with_scores, probabilities, score, weigh
+
+
+class MLP(nn.Module):
+    def __init__(self, mesh: Mesh, operators: Plain, weights: Weights):
+        super().__init__()
+        self.mesh, self.operators = mesh, operators
+        self.gate_up = parameter("gate_up", weights)
+        self.down = parameter("down", weights)
+
+    def forward(self, x: torch.Tensor, rows: RowSplit, row_multiple: int) -> torch.Tensor:
+        """Return the output [n, D] for this TP rank's rows x [n, D]."""
+        return reduce_scatter_rows(self.partial(gather_rows(x, rows, self.mesh), row_multiple), rows, self.mesh)
+
+    def partial(self, x_ND: torch.Tensor, row_multiple: int) -> torch.Tensor:
+        """Return what this rank's channels contribute to the output [N, D] of all rows."""
+        return project(self.operators.swiglu(project(x_ND, self.gate_up, row_multiple)), self.down, row_multiple)
+
 
 _NO_STATS = torch.empty(2, 0)
 

@@ -29,8 +29,7 @@ from fusion.model.head import Head
 from fusion.model.id_mask import IdMask
 from fusion.model.matrix import Adapted, Weights, below, blocks_of, parameter
 from fusion.model.mesh import Mesh
-from fusion.model.mlp import MLP
-from fusion.model.moe import MoE
+from fusion.model.moe import MLP, MoE
 from fusion.model.replay import Forced, Replay, Routed, routing_of
 from fusion.model.rotary import cosines_and_sines, inverse_frequencies
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
