@@ -7,7 +7,7 @@ through its store. Checksums are computed on the send buffer: they do not detect
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,8 +45,7 @@ class CollectiveExchange(Exchange):
         self._round, self._posted, self._broken = -1, 0, ""
         self._works: dict[int, list[dist.Work]] = {}
         self._sums: dict[int, torch.Tensor] = {}
-        self._out = self._in = torch.empty(0)
-        self._sums_out = self._sums_in = torch.empty(0, 0)
+        self._out = self._in = self._sums_out = self._sums_in = torch.empty(0, 0)
 
     def begin(self) -> None:
         _switches[self.group] = _switches.get(self.group, 0) + 1
@@ -57,7 +56,7 @@ class CollectiveExchange(Exchange):
         self._program, self._checksum = program, checksum
         with self.device.owner("buckets"):
             self._out, self._in = (
-                torch.empty(2 * numel, dtype=program.wire_dtype, device=self.device.torch_device)
+                torch.empty(2, numel, dtype=program.wire_dtype, device=self.device.torch_device)
                 for numel in (program.send_numel, program.receive_numel)
             )
             if checksum:  # allocated now, because a rank that runs out of memory still has to join the rounds
@@ -79,7 +78,7 @@ class CollectiveExchange(Exchange):
         if not self._program.stages[index].exchange:
             return
         sums = []
-        for segment, wire in self._slot(self._out, index, segments, slot_numel=self._program.send_numel):
+        for segment, wire in self._wires(self._out[index % 2], segments):
             segment.pack(wire)
             if self._checksum:
                 sums.append(segment.sums(wire))
@@ -91,7 +90,7 @@ class CollectiveExchange(Exchange):
         self._wait(index)
         self.clock.mark("exchange")
         sums = self._sums.pop(index, None)
-        for segment, wire in self._slot(self._in, index, segments, slot_numel=self._program.receive_numel):
+        for segment, wire in self._wires(self._in[index % 2], segments):
             segment.unpack(wire)
             if sums is not None:
                 expected, sums = sums.tensor_split([len(segment.ends)])
@@ -112,32 +111,23 @@ class CollectiveExchange(Exchange):
     def close(self) -> None:
         self._works.clear()
         self._sums.clear()
-        self._out = self._in = torch.empty(0)
-        self._sums_out = self._sums_in = torch.empty(0, 0)
+        self._out = self._in = self._sums_out = self._sums_in = torch.empty(0, 0)
 
-    def _in_order(self, segments: Sequence[PeerSegment]) -> list[PeerSegment]:
-        return sorted(segments, key=lambda segment: self._place[segment.peer])
-
-    def _slot(self, buffer: torch.Tensor, index: int, segments: Sequence[PeerSegment], *, slot_numel: int):
+    def _wires(self, slot: torch.Tensor, segments: Sequence[PeerSegment]) -> Iterable[tuple[PeerSegment, torch.Tensor]]:
         """Pair every segment with its range of a round's slot, in the order of the group."""
-        ordered = self._in_order(segments)
-        slot = buffer[index % 2 * slot_numel :][: sum(segment.numel for segment in ordered)]
-        return zip(ordered, slot.split([segment.numel for segment in ordered]), strict=True) if ordered else ()
+        ordered = sorted(segments, key=lambda segment: self._place[segment.peer])
+        sizes = [segment.numel for segment in ordered]
+        return zip(ordered, slot[: sum(sizes)].split(sizes), strict=True) if ordered else ()
 
     def _post(self, index: int, sums: list[torch.Tensor]) -> None:
-        stage, program = self._program.stages[index], self._program
+        stage, half = self._program.stages[index], index % 2
         self._posted = index + 1
-        counts = [self._counts(segments, lambda segment: segment.numel) for segments in (stage.send, stage.receive)]
-        out, into = (
-            buffer[index % 2 * numel :][: sum(count)]
-            for buffer, numel, count in zip(
-                (self._out, self._in), (program.send_numel, program.receive_numel), counts, strict=True
-            )
-        )
+        counts = [self._counts(side, lambda segment: segment.numel) for side in (stage.send, stage.receive)]
+        out, into = self._out[half, : sum(counts[0])], self._in[half, : sum(counts[1])]
         self._works[index] = [self._exchange(into, out, counts)]
         if self._checksum:
             counts = [self._counts(side, lambda segment: len(segment.ends)) for side in (stage.send, stage.receive)]
-            sent, received = self._sums_out[index % 2, : sum(counts[0])], self._sums_in[index % 2, : sum(counts[1])]
+            sent, received = self._sums_out[half, : sum(counts[0])], self._sums_in[half, : sum(counts[1])]
             slices = sent.split([len(segment_sums) for segment_sums in sums]) if sums else ()
             for target, segment_sums in zip(slices, sums, strict=True):
                 target.copy_(segment_sums)
