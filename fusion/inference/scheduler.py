@@ -40,12 +40,11 @@ class Scheduler:
         max_seqs: int,
         max_batch_tokens: int,
         prefix_cache: bool = True,
-        version: int = 0,
         counters: Counters | None = None,
     ):
         self.blocks, self.max_seqs, self.max_batch_tokens = blocks, max_seqs, max_batch_tokens
         self.prefix_cache = prefix_cache
-        self.version = version
+        self.version = 0
         self.waiting: WaitingLine[Sequence] = WaitingLine()
         self.running: list[Sequence] = []
         self.counters = counters or Counters()
@@ -132,7 +131,7 @@ class Scheduler:
         kept = [b""] * len(tokens) if kept is None else kept
         columns = tokens[:single], logprobs[:single], kept[:single]
         for seq, token, logprob, ids in zip(step.sampled, *columns, strict=True):
-            if reason := self._append(seq, token, logprob, ids):
+            if reason := seq.append(token, logprob, self.version, kept=ids, stop_strings=self.stop_strings):
                 outputs.append(self._end(seq, reason))
         self.counters.generated_tokens += single
         self.counters.decoded_sequences += len(step.decodes) + len(step.verified)
@@ -144,10 +143,6 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.blocks]
         return outputs
 
-    def _append(self, seq: Sequence, token: int, logprob: float, kept: bytes) -> FinishReason | None:
-        """Append a sampled token; return why the sequence ends with it, or None."""
-        return seq.append(token, logprob, self.version, kept=kept, stop_strings=self.stop_strings)
-
     def _keep(
         self, one: Verification, sampled: list[int], logprobs: list[float], kept_ids: list[bytes]
     ) -> FinishReason | None:
@@ -157,7 +152,8 @@ class Scheduler:
         path = one.path_of(kept[-1])
         seq.blocks = one.table(path)
         for row in kept:
-            reason = self._append(seq, sampled[row], logprobs[row], kept_ids[row])
+            ids, stops = kept_ids[row], self.stop_strings
+            reason = seq.append(sampled[row], logprobs[row], self.version, kept=ids, stop_strings=stops)
             if reason:
                 break
         before, seq.computed = seq.computed, len(seq.tokens) - 1
