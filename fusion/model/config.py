@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fusion.model.adapters import Adapters
+from fusion.model.families import ALIASES, FAMILIES
 from fusion.model.families.base import Family
-from fusion.model.families.registry import ALIASES, FAMILIES
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_quantization import read_quantization
 from fusion.model.hf_rotary import write_rotary

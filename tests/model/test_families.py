@@ -29,8 +29,8 @@ from fusion.model import (
     plan_units,
     save_folder,
 )
+from fusion.model.families import FAMILIES
 from fusion.model.families.pangu import OTHER_NAMES
-from fusion.model.families.registry import FAMILIES
 from fusion.model.rotary import inverse_frequencies
 from fusion.npu import open_device
 from fusion.npu.operators import Plain

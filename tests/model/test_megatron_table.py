@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.model import ModelConfig, Parallel, global_params, local_params
-from fusion.model.families.registry import FAMILIES
+from fusion.model.families import FAMILIES
 from fusion.model.formats import megatron
 from tests.ep_switch.oracle import grids
 from tests.families import KINDS, family_config, random_fields, with_predictors

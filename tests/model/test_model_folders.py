@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fusion.model import Mesh, ModelConfig, Transformer, check_folder, load_weights, save_folder
 from fusion.model import folder as folder_module
-from fusion.model.families.registry import FAMILIES
+from fusion.model.families import FAMILIES
 from fusion.model.hf_fields import INERT
 from fusion.npu import open_device
 from tests import machine
