@@ -79,7 +79,10 @@ class LoadedCard:
         self.drafter: TextDrafter | None = None
         self.kv_files: KVFiles | None = None
         if self.weights.infer is not None:
-            self.drafter = _load_drafter(spec, rank, exchange_texts)
+            self.drafter = TextDrafter.of(spec.rollout.drafts, single_paths=spec.rollout.backend == "vllm")
+            if self.drafter is not None and exchange_texts is not None and rank in spec.drafting_ranks:
+                writers = len(spec.drafting_ranks)
+                self.drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=writers)
             self.kv_files = open_files(spec.kv_pool, rank, kv_peers) if spec.kv_pool is not None else None
             self._load_engine(self.weights.infer, spec, parts, pool=pool, queue=queue)
         staged = self.receiver = None
@@ -153,13 +156,6 @@ class LoadedCard:
             turns=spec.turns,
             drafter=self.drafter,
         )
-
-
-def _load_drafter(spec: WorkerSpec, rank: int, exchange_texts: Callable[[bytes], bytes] | None) -> TextDrafter | None:
-    drafter = TextDrafter.of(spec.rollout.drafts, single_paths=spec.rollout.backend == "vllm")
-    if drafter is not None and exchange_texts is not None and rank in spec.drafting_ranks:
-        drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=len(spec.drafting_ranks))
-    return drafter
 
 
 def _interim_report(log: StageLog, generation: EngineStage) -> StageReport:

@@ -186,7 +186,10 @@ class Worker(LoadedWorker):
                     stage="gradients",
                     device=card.device,
                 )
-            weigh = partial(self._weigh, version)
+
+            def weigh(sequences: Sequences) -> Sequences:
+                return replace(card.algorithm.weigh(sequences), version=version)
+
             for number, batch in enumerate(card.reader.minibatches(trainer, minibatches, weigh)):
                 continued, self._continues = self._continues, not update
                 with card.log.timeline.span("forward_backward", "train"):
@@ -313,9 +316,6 @@ class Worker(LoadedWorker):
         except BaseException:
             phases.arrive(Phase.BROKEN)
             raise
-
-    def _weigh(self, version: int | None, sequences: Sequences) -> Sequences:
-        return replace(self.card.algorithm.weigh(sequences), version=version)
 
 
 def _first_of_replica(mesh: Mesh) -> bool:

@@ -89,14 +89,10 @@ def slabs_of(layout: Layout) -> dict[Key, Slab]:
     contents: dict[int, str] = {}
     for alike in layout.alike:
         for index, (layer, unit) in enumerate(layout.sections(alike[0])):
-            content = contents.get(id(unit)) or contents.setdefault(id(unit), _content(unit))
+            if (content := contents.get(id(unit))) is None:  # as a string, whose hash is computed once
+                content = contents[id(unit)] = sys.intern(repr(unit.content))
             owned.setdefault((layer, content), (unit, []))[1].append((alike, index))
     return {key: Slab(*of_key) for key, of_key in owned.items()}
-
-
-def _content(unit: BucketPlan) -> str:
-    """Return `BucketPlan.content` as a string: its hash is computed once."""
-    return sys.intern(repr(unit.content))
 
 
 def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[Family]:

@@ -58,7 +58,9 @@ class Forward:
             self.routing.copy(step.copied)
         rows = self._plan_rows(len(plan.arrays[0]), size is not None)
         sampled_rows = None
-        if self.graphs is not None and size is not None and self._can_capture(rows):
+        # Experts know how many rows other ranks send them: else a layer waits for the host.
+        can_capture = rows.whole or self.mesh.ep_group is None and self.mesh.etp_group is None
+        if self.graphs is not None and size is not None and can_capture:
             out, routed = self.graphs(size, plan, partial(self._compute, rows=rows))
         else:
             batch = plan.send(self.device)
@@ -99,10 +101,6 @@ class Forward:
             dist.all_gather_into_tensor(sizes, torch.tensor([largest]), group=self.mesh.stage_group)
             largest = BatchSize(*sizes.amax(0).tolist()) if sizes.all() else BatchSize(0, 0)
         return padded(largest) if largest.rows else None
-
-    def _can_capture(self, rows: RowSplit) -> bool:
-        """Return whether no layer waits for the host: experts know how many rows other ranks send them."""
-        return rows.whole or self.mesh.ep_group is None and self.mesh.etp_group is None
 
     @property
     def _spans_ranks(self) -> bool:

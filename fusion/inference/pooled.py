@@ -159,7 +159,9 @@ class PooledKV(ParkedKV):
         super().__init__(memory, cache, routing, max_blocks)
         self.store, self._counters = store, counters
         self._peers = None if store is None else store.peers
-        self._shard = _shard_of(mesh, cache)
+        layout, axes = mesh.parallel, f"tp {mesh.tp_rank}/{mesh.parallel.tp}, dcp {mesh.parallel.dcp}"
+        self._shard = f"{axes}, pp {mesh.pp_rank}/{layout.pp}, {cache.dtype}, {list(cache.host_shape(1))}"
+        """Which part of which layers the KV is: the same on corresponding ranks of engines in one layout"""
         self._charged_block_bytes, self._names_blocks = charged_block_bytes, names_blocks
 
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
@@ -364,10 +366,3 @@ class PooledKV(ParkedKV):
         extend_names(chain, len(tokens) // size, version=version, tokens=tokens, size=size)
         tail = next_name(chain[-1] if chain else root_name(version), tokens[len(chain) * size :])
         return KVKey(self._shard, id, version, tail.hex(), len(tokens)), chain
-
-
-def _shard_of(mesh: Mesh, cache: KVCache) -> str:
-    """Return which part of which layers a rank's KV is: the same on corresponding ranks of engines in one layout."""
-    layout, shape = mesh.parallel, list(cache.host_shape(1))
-    axes = f"tp {mesh.tp_rank}/{layout.tp}, dcp {layout.dcp}, pp {mesh.pp_rank}/{layout.pp}"
-    return f"{axes}, {cache.dtype}, {shape}"

@@ -175,15 +175,11 @@ class PhaseSwitcher:
             else:
                 self.trainer.release_gradients()
             self.unload_optimizer()
-            if not self._has_room():
-                self.offloader.wait()
+            plan = self._planned.to_infer
+            if self.device.memory().free < plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank):
+                self.offloader.wait()  # the weights cannot be resharded while the optimizer is still there
         elif self.engine is not None:
             self._release_kv()
-
-    def _has_room(self) -> bool:
-        """Return whether the weights can be resharded while the optimizer is still being offloaded."""
-        plan = self._planned.to_infer
-        return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 
     def _configure(self, engine: InferEngine | None, version: int, share: InferenceShare) -> None:
         # A separate part, as a rank that fails here must not leave others waiting in the collective of `allocate_kv`.

@@ -208,7 +208,8 @@ class _Probe:
         before = self._output(args, kwargs)
         for name, param in self.params.items():
             weight = param.data
-            param.data = _other(weight)
+            value = (torch.arange(weight.numel(), device=weight.device) % 11 - 3) / 16
+            param.data = value.to(weight.dtype).view(weight.shape)
             if torch.equal(before, self._output(args, kwargs)):
                 self.stale.append(name)
             param.data = weight
@@ -233,7 +234,3 @@ def _filled(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return ((torch.arange(value.numel(), device=value.device) % 7 + 1) / 8).to(value.dtype).view(value.shape)
-
-
-def _other(weight: torch.Tensor) -> torch.Tensor:
-    return ((torch.arange(weight.numel(), device=weight.device) % 11 - 3) / 16).to(weight.dtype).view(weight.shape)

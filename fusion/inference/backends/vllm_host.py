@@ -133,15 +133,10 @@ def _experts(
     rows = own // topk_ids.shape[1]
     output = torch.zeros_like(input)
     if len(rows):
-        y = _swiglu_of_experts(input[rows], counts[1:], w13, w2)
+        with torch.inference_mode():
+            y = operators_of("emulated").experts(input[rows], counts[1:], w13.unbind(), w2.unbind())
         output.index_add_(0, rows, (y * topk_weights.flatten()[own].unsqueeze(1)).to(output.dtype))
     return output
-
-
-def _swiglu_of_experts(x: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of rows sorted by expert, ``counts[e]`` of each."""
-    with torch.inference_mode():
-        return operators_of("emulated").experts(x, counts, w13.unbind(), w2.unbind())
 
 
 def _rotate(

@@ -85,13 +85,10 @@ class VllmModel:
         self._addresses: list[int] = [0] * len(self.weights.flats)
         module.register_forward_pre_hook(self._follow_storage)
         if config.masked_ids:
-            self._mask_logits(module)
-
-    def _mask_logits(self, module: Any) -> None:
-        """Make vLLM's model mask the logits, which it gathers from all TP ranks, of ids that no token has."""
-        mask = IdMask(self.config, range(self.config.vocab_size), next(module.parameters()).device)
-        compute = module.compute_logits
-        module.compute_logits = lambda hidden: mask(compute(hidden))
+            model: Any = module  # which gathers the logits from all TP ranks
+            mask = IdMask(config, range(config.vocab_size), next(module.parameters()).device)
+            compute = model.compute_logits
+            model.compute_logits = lambda hidden: mask(compute(hidden))
 
     def addresses(self) -> list[int]:
         """Return where the units lie that vLLM's parameters are views of from the next pass on, and copies of them."""
