@@ -34,7 +34,7 @@ class ControlledEngine(ABC):
         self.mesh, self.device, self.config = mesh, device, config
         self.control, self.counters = ControlChannel(mesh), Counters()
         self.max_length = config.length_limit(model.config.max_positions)
-        self.capacity_tokens = 0
+        self.capacity_tokens = self._version = 0
         self.paused = self._holds_kv = False
         self.uncounted: tuple[str, ...] = ("kv_pool_", "graph")
         self.on_adopt: Callable[[int], None] = lambda version: None
@@ -49,16 +49,12 @@ class ControlledEngine(ABC):
 
     @property
     @abstractmethod
-    def policy_version(self) -> int: ...
-
-    @policy_version.setter
-    @abstractmethod
-    def policy_version(self, version: int) -> None: ...
-
-    @property
-    @abstractmethod
     def _drafter(self) -> Drafter | None:
         """What proposes how running sequences continue; None: each decodes one token a step."""
+
+    @abstractmethod
+    def _follow_weights(self, version: int) -> None:
+        """Drop or keep KV, as the weights are those of another policy."""
 
     @abstractmethod
     def _kv_bytes(self) -> tuple[int, int]:
@@ -145,7 +141,19 @@ class ControlledEngine(ABC):
             "kv_tokens": self.capacity_tokens,
         }
 
-    # Memory
+    # Memory and weights
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        if version != self._version:
+            self._version = version
+            if self._drafter is not None:
+                self._drafter.adopt(version)
+            self._follow_weights(version)
 
     def allocate_kv(self) -> None:
         """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens`` and what ``max_seqs``

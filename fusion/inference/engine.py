@@ -166,19 +166,10 @@ class EmbeddedEngine(ControlledEngine):
         if self.routing:
             self.routing.allocate(0)
 
-    @property
-    def policy_version(self) -> int:
-        return self.scheduler.version
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None:
+    def _follow_weights(self, version: int) -> None:
         # With rollout.kv_pool.suspended=keep running requests continue on their KV, which no other request can use.
-        if version == self.scheduler.version:
-            return
         if self.graphs is not None:
             self.graphs.may_have_moved = True
-        if self._drafter is not None:
-            self._drafter.adopt(version)
         if self.config.kv_pool.keeps_kv:
             self.scheduler.change_version(version)
         else:

@@ -313,12 +313,9 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
-        output = seq.output(reason)
+        output = seq.output(reason, self.routing)
         if self.drafter is not None:
             self.drafter.end(seq)
-        seq.keep_routing(self.routing)
-        if self.routing is not None:
-            output.routing = self.routing.join(seq.routing)
         if reason in CONTINUED:
             self.on_chunk_end(seq)
         self.blocks.release(seq.blocks)

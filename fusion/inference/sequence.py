@@ -114,8 +114,10 @@ class Sequence:
             return "length"
         return self._stopped if len(self.tokens) - self.turn_start == self.request.exact_tokens else "chunk"
 
-    def output(self, reason: FinishReason) -> Output:
+    def output(self, reason: FinishReason, recorded: RecordedRouting | None = None) -> Output:
+        """Return what the sequence has generated, with its routing, before its blocks are released."""
         request = self.request
+        self.keep_routing(recorded)
         new = self.tokens[len(request.prompt) + len(request.response) :]
         return Output(
             request_id=request.id,
@@ -127,6 +129,7 @@ class Sequence:
             finish_reason=reason,
             before=request.response,
             earlier=request.earlier,
+            routing=None if recorded is None else recorded.join(self.routing),
             kept_counts=self.kept_counts,
             kept_ids=self.kept_ids,
             observation=request.observation,

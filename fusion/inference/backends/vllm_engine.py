@@ -61,7 +61,6 @@ class VllmEngine(ControlledEngine):
         self.sequences: dict[str, Sequence] = {}
         """Unfinished requests of this attention rank in order of arrival"""
         self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
-        self._version = 0
         self._arrived = 0
         self._may_have_moved = False
         """Whether weights or KV may have been allocated elsewhere since the graphs were captured; on all ranks alike"""
@@ -112,17 +111,7 @@ class VllmEngine(ControlledEngine):
         self.core.release_kv()
         self.model.release_derived()
 
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @policy_version.setter
-    def policy_version(self, version: int) -> None:
-        if version == self._version:
-            return
-        self._version = version
-        if self.drafter is not None:
-            self.drafter.adopt(version)
+    def _follow_weights(self, version: int) -> None:
         self._may_have_moved = self.config.engine.graphs
         if self._holds_kv:
             self.model.derive()
@@ -284,10 +273,7 @@ class VllmEngine(ControlledEngine):
         del self.sequences[name]
         if self.drafter is not None:
             self.drafter.end(seq)
-        output = seq.output(reason)
-        seq.keep_routing(self.routing)
-        if self.routing is not None:
-            output.routing = self.routing.join(seq.routing)
+        output = seq.output(reason, self.routing)
         kept = reason in CONTINUED and self.config.engine.prefix_cache
         output.kv_rank = self.mesh.dp_rank if kept else None
         return output
