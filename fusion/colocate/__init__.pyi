@@ -6,6 +6,5 @@ from .phases import PhaseError as PhaseError
 from .share import InferenceShare as InferenceShare
 from .spec import RewardModelSpec as RewardModelSpec
 from .spec import WorkerSpec as WorkerSpec
-from .spec import engine_size as engine_size
 from .stages import StageReport as StageReport
 from .worker import Worker as Worker

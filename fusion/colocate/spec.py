@@ -1,7 +1,6 @@
 """Specify a worker: plain data that is sent to every card of a run."""
 
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import TYPE_CHECKING
 
 from fusion.colocate.config import FusionConfig
@@ -74,17 +73,13 @@ class WorkerSpec:
         return self.deployment.world
 
     @property
-    def engine_size(self) -> int:
-        return engine_size(self.infer)
-
-    @property
     def engines(self) -> list[tuple[int, ...]]:
         """The ranks of every engine."""
-        return self.deployment.engines(self.engine_size)
+        return self.deployment.engines(self.infer.engine.world)
 
     @property
     def infer_of_one_engine(self) -> Parallel:
-        return layout_of_engine(self.infer)
+        return self.infer.engine
 
     @property
     def drafting_ranks(self) -> list[int]:
@@ -101,12 +96,3 @@ class WorkerSpec:
     def temperature(self) -> float:
         """Temperature of the distribution whose log-probabilities are trained: the one that was sampled from."""
         return self.rollout.sampling.temperature or 1.0
-
-
-def engine_size(infer: Parallel) -> int:
-    """Return the cards of one engine: the smallest range of ranks with complete TP, expert and pipeline groups."""
-    return infer.pp * lcm(infer.tp, infer.ep * infer.etp)
-
-
-def layout_of_engine(infer: Parallel) -> Parallel:
-    return replace(infer, world=engine_size(infer))

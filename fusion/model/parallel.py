@@ -20,7 +20,7 @@ share of each sequence each (`fusion.inference.context`). Weights, their optimiz
 neither."""
 
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 from typing import Literal
 
 from fusion.model.config import ModelConfig
@@ -96,6 +96,11 @@ class Parallel:
     def of_weights(self) -> "Parallel":
         """The layout of the weights, on which neither kind of context parallel has influence."""
         return replace(self, cp=1, dcp=1)
+
+    @property
+    def engine(self) -> "Parallel":
+        """The layout of one engine: the smallest range of ranks with complete TP, expert and pipeline groups."""
+        return replace(self, world=self.pp * lcm(self.tp, self.ep * self.etp))
 
     def coordinate(self, axis: Axis, rank: int) -> int:
         place = rank % self.stage_world

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from distqueue.config import QueueConfig
 from fusion.colocate.config import OWN_CARDS, FusionConfig
 from fusion.colocate.deployment import Deployment, deploy
-from fusion.colocate.spec import engine_size, layout_of_engine
 from fusion.environments.config import EnvironmentConfig
 from fusion.inference.backends.support import check_vllm
 from fusion.inference.config import RolloutConfig
@@ -256,8 +255,8 @@ class Config:
             check_megatron(model, self.train_layout)
         check_supported(self, "rollout.backend")
         if self.rollout.backend == "vllm":
-            check_vllm(model.without_predictors, layout_of_engine(self.infer_layout), self.device)
-        self.deployment.engines(engine_size(self.infer_layout))
+            check_vllm(model.without_predictors, self.infer_layout.engine, self.device)
+        self.deployment.engines(self.infer_layout.engine.world)
         if self.fusion.score_cards and self.deployment.reference:
             self.score_layout(model, self.deployment.reference)
         if self.reward.model:

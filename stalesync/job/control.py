@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion.colocate import InferenceShare, engine_size
+from fusion.colocate import InferenceShare
 from fusion.telemetry.files import JsonLines, read_jsonl, write_atomic
 from stalesync.job.config import Config
 from stalesync.job.other_names import check_moved, migrate
@@ -40,7 +40,7 @@ class Limits:
 
     @property
     def engines(self) -> list[tuple[int, ...]]:
-        return self.config.deployment.engines(engine_size(self.config.infer_layout))
+        return self.config.deployment.engines(self.config.infer_layout.engine.world)
 
     @property
     def start(self) -> InferenceShare:
