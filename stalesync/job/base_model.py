@@ -19,13 +19,12 @@ from fusion.npu import Device
 from fusion.rewards import RewardConfig, RewardPool
 from fusion.telemetry.classes import find_class
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
-from stalesync.job.sft import mean_probability, pack_chats, train_supervised
+from stalesync.job.sft import ChatTokenizer, mean_probability, pack_chats, train_supervised
 from stalesync.prompts import ChatTemplate, DataConfig, Prompt, PromptSource, Row, make_tokenizer, solution_ids
 from stalesync.prompts.calculator import RepeatRows
 from stalesync.prompts.config import GENERATORS
 from stalesync.prompts.guess import WORDS
 from stalesync.prompts.rows import Rows
-from stalesync.prompts.supervised import ChatTokenizer
 
 STD = 0.08
 """Standard deviation of the initial weights; models of this width learn poorly with 0.02, transformers' default."""

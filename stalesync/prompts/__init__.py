@@ -9,8 +9,6 @@
     tokenizer       characters of the generators           ▼
                     (or the model's own)  ──────►  PromptSource.next(n) ─► Prompt(id, ids, text, answer, fields)
 
-`supervised` tokenises whole chats, and marks what the assistant says, for fine-tuning.
-
 Every row of a file is read, rendered and tokenized before the run starts. One that cannot be used is refused by name,
 or skipped and counted (`data.bad_rows`); likewise a prompt longer than `data.max_prompt_length` (`data.long_prompts`).
 """

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stalesync.job.sft import ChatTokenizer
 from stalesync.prompts import ChatTemplate, DataConfig, make_tokenizer
 from stalesync.prompts.chats import normalize_chat
-from stalesync.prompts.supervised import ChatTokenizer
 from stalesync.prompts.tokenizer import CALL, CALL_END, END
 
 TOKENIZER = make_tokenizer(chat=True)
