@@ -9,7 +9,8 @@ is noticed also while the engine does nothing."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -21,14 +22,18 @@ from stalesync.policy.engine_deaths import IDLE, TRANSFERS, EngineDeaths
 from stalesync.process.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
 from stalesync.process.hosts import alive_hosts, describe_ranks
 
+MAX_END_S = 5.0
+"""How long the ends of an engine's processes are awaited; longer only if a host cannot be reached"""
+POLL_S = 0.01
 STATUS_TIMEOUT_S = 5.0
 """When a stage times out, a card that reports its status within this time is assumed to wait for another card."""
 
 
 class CardFailures:
-    """Decides what the failures of a run's cards end. ``engines``: ranks of every engine; ``deaths``: decides which
-    engines are replaced; ``running``: the stages in progress; those that are abandoned are removed from it;
-    ``health_checks``: a failing one is the cause of all that has ended."""
+    """Decides what the failures of a run's cards end, notices the ends of engines that may be replaced, and remembers
+    which are not started again yet. ``engines``: ranks of every engine; ``deaths``: decides which are replaced;
+    ``running``: the stages in progress; those that are abandoned are removed from it; ``health_checks``: a failing one
+    is the cause of all that has ended."""
 
     def __init__(
         self,
@@ -39,9 +44,55 @@ class CardFailures:
         running: list[RunningStage[Any]],
         health_checks: Sequence[Callable[[], None]],
     ):
-        self.watch = EngineWatch(engines, deaths, describe=lambda cause: str(self._error(cause)))
         self._engines, self._deaths, self._actors, self._running = engines, deaths, actors, running
         self._health_checks = health_checks
+        self._ended: deque[tuple[int, Any, Exception]] = deque()
+        """Rank, actor and Ray's error of watched processes that have ended"""
+        self._dead: dict[int, str] = {}
+        """Engine that has died → how, until `take_dead`"""
+        self._down: set[int] = set()
+        """Engines that have died and are not started again"""
+        self._gone: set[int] = set()
+        """Ranks whose processes have ended, of those that `take_ended` has taken out"""
+
+    def watch(self, ranks: Sequence[int] | None = None) -> None:
+        """Have the ends of these cards' processes noticed, whatever they do; None: of all that may be replaced."""
+        for rank in self._deaths.watched if ranks is None else ranks:
+            actor = self._actors[rank]
+            actor.watch.remote().future().add_done_callback(partial(self._note_end, rank, actor))
+
+    def _note_end(self, rank: int, actor: Any, future: Any) -> None:
+        self._ended.append((rank, actor, future.exception()))
+
+    def take_ended(self) -> Iterator[tuple[int, Exception]]:
+        """Yield rank and Ray's error of ended processes of engines not known to be dead."""
+        while self._ended:
+            rank, actor, error = self._ended.popleft()
+            if actor is self._actors[rank]:
+                self._gone.add(rank)
+                if not self.is_down(rank):
+                    yield rank, error
+
+    def is_down(self, rank: int) -> bool:
+        """Whether the engine of a card has died, and is not started again yet."""
+        return self._deaths.engine_of(rank) in self._down
+
+    def take_dead(self) -> dict[int, str]:
+        """Return the engines that have died since the last call, each with a text that says how. Wait for the end of
+        their processes, at most `MAX_END_S`: nothing of theirs arrives later."""
+        dead, self._dead = self._dead, {}
+        left = {rank for engine in dead for rank in self._engines[engine]}
+        deadline_s = time.monotonic() + MAX_END_S
+        while left := left - self._gone - {rank for rank, actor, _ in [*self._ended] if actor is self._actors[rank]}:
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(POLL_S)
+        return dead
+
+    def observe_restarted(self, engine: int) -> None:
+        """Record that other processes run for an engine."""
+        self._down.discard(engine)
+        self._gone -= {*self._engines[engine]}
 
     def observe(self, running: RunningStage[Any], first: FailedStage) -> None:
         """Raise the root cause among the failures of the stages in progress, unless they are those of engines that are
@@ -66,7 +117,7 @@ class CardFailures:
         """Whether the engine of a card that did not answer a control call has died and is replaced."""
         if failed.failure.kind is not FailureKind.DIED:
             return False
-        return self.watch.is_down(failed.failure.rank) or not self._mend(_idle(failed.failure.rank), failed)[0]
+        return self.is_down(failed.failure.rank) or not self._mend(_idle(failed.failure.rank), failed)[0]
 
     def of_call(self, call: FailedStage) -> RunFailed:
         """Return the failure of a control call, or that of the stage in progress which is its cause."""
@@ -97,7 +148,7 @@ class CardFailures:
         """End the engines that have died, if they are replaced; ``first`` was reported first, in the stage
         ``running``. Return the failures that end the run, none if it goes on, and why it does not."""
         others = [stage for stage in list(self._running) if stage is not running]
-        if running.stage in ("generate", "answer", "snapshot_drafts") and self.watch.is_down(first.failure.rank):
+        if running.stage in ("generate", "answer", "snapshot_drafts") and self.is_down(first.failure.rank):
             self._abandon(running)  # it was begun before the engine was known to be dead
             return [], ""
         failed = gather_failures(first, (running, *others))
@@ -105,7 +156,11 @@ class CardFailures:
         for stage in (running, *others):
             for rank in {*stage.ranks} - {*stage.results}:
                 stages.setdefault(rank, set()).add(stage.stage)
-        engines = self.watch.observe_failures(failed, stages)
+        engines = self._deaths.observe_failures([one.failure for one in failed], stages)
+        for engine in engines:
+            of_engine = [one for one in failed if one.failure.rank in self._engines[engine]]
+            self._dead[engine] = str(self._error(root_cause(of_engine)))
+            self._down.add(engine)
         for engine in engines:
             ranks = self._engines[engine]
             self._actors.end(ranks)
@@ -149,76 +204,3 @@ class CardFailures:
 def _idle(rank: int) -> RunningStage[Any]:
     """In place of the stage of a card of which only the end is known."""
     return RunningStage(IDLE, (rank,), {})
-
-
-MAX_END_S = 5.0
-"""How long the ends of an engine's processes are awaited; longer only if a host cannot be reached"""
-POLL_S = 0.01
-
-
-class EngineWatch:
-    """Watches the engines that may be replaced, remembers which are not started again yet, and counts them with
-    ``deaths``. ``engines``: ranks of every engine;
-    ``describe``: what a user is told of a failure."""
-
-    def __init__(
-        self, engines: Sequence[tuple[int, ...]], deaths: EngineDeaths, describe: Callable[[FailedStage], str]
-    ):
-        self._engines, self._deaths, self._describe = engines, deaths, describe
-        self.watched = deaths.watched
-        """The cards to watch"""
-        self._ended: deque[tuple[int, Any, Exception]] = deque()
-        """Rank, actor and Ray's error of watched processes that have ended"""
-        self._dead: dict[int, str] = {}
-        """Engine that has died → how, until `take_dead`"""
-        self._down: set[int] = set()
-        """Engines that have died and are not started again"""
-        self._gone: set[int] = set()
-        """Ranks whose processes have ended, of those that `take_ended` has taken out"""
-
-    def watch(self, rank: int, actor: Any) -> None:
-        """Has the end of a card's process noticed, whatever it does."""
-
-        def note(future: Any) -> None:
-            self._ended.append((rank, actor, future.exception()))
-
-        actor.watch.remote().future().add_done_callback(note)
-
-    def take_ended(self, actors: Any) -> Iterator[tuple[int, Exception]]:
-        """Yield rank and Ray's error of ended processes of engines not known to be dead. ``actors``: now, by rank."""
-        while self._ended:
-            rank, actor, error = self._ended.popleft()
-            if actor is actors[rank]:
-                self._gone.add(rank)
-                if not self.is_down(rank):
-                    yield rank, error
-
-    def is_down(self, rank: int) -> bool:
-        """Whether the engine of a card has died, and is not started again yet."""
-        return self._deaths.engine_of(rank) in self._down
-
-    def observe_failures(self, failed: Sequence[FailedStage], stages: Mapping[int, Collection[str]]) -> list[int]:
-        """Return the engines that have died and are replaced; none: the run ends. ``stages``: under way, by rank."""
-        engines = self._deaths.observe_failures([one.failure for one in failed], stages)
-        for engine in engines:
-            cause = root_cause([one for one in failed if one.failure.rank in self._engines[engine]])
-            self._dead[engine] = self._describe(cause)
-            self._down.add(engine)
-        return engines
-
-    def take_dead(self, actors: Any) -> dict[int, str]:
-        """Return the engines that have died since the last call, each with a text that says how. Wait for the end of
-        their processes, at most `MAX_END_S`: nothing of theirs arrives later. ``actors``: as of `take_ended`."""
-        dead, self._dead = self._dead, {}
-        left = {rank for engine in dead for rank in self._engines[engine]}
-        deadline_s = time.monotonic() + MAX_END_S
-        while left := left - self._gone - {rank for rank, actor, _ in [*self._ended] if actor is actors[rank]}:
-            if time.monotonic() > deadline_s:
-                break
-            time.sleep(POLL_S)
-        return dead
-
-    def observe_restarted(self, engine: int) -> None:
-        """Record that other processes run for an engine."""
-        self._down.discard(engine)
-        self._gone -= {*self._engines[engine]}

@@ -120,7 +120,6 @@ class Cards:
             running=self._running,
             health_checks=self.health_checks,
         )
-        self._watch = self._failures.watch
         try:
             self._actors.order(self.on().call(Card.place))
             self._assign_ranks(range(self.world))
@@ -139,7 +138,7 @@ class Cards:
         host = self.hosts[0].address if len({*self.hosts}) > 1 else LOOPBACK
         (self._address,) = self.on([0]).call(Worker.rendezvous, host)
         descriptions = self.on().call(Worker.prepare, self._address)
-        self._watch_cards(self._watch.watched)
+        self._failures.watch()
         return descriptions
 
     @property
@@ -149,12 +148,12 @@ class Cards:
 
     def take_dead(self) -> dict[int, str]:
         """Return the engines that have died since the last call, with how. Their processes have ended."""
-        return self._watch.take_dead(self._actors)
+        return self._failures.take_dead()
 
     @property
     def living(self) -> list[int]:
         """Ranks of the cards whose engine, if they have one, has not died or is started again."""
-        return [rank for rank in range(self.world) if not self._watch.is_down(rank)]
+        return [rank for rank in range(self.world) if not self._failures.is_down(rank)]
 
     def num_starts(self, rank: int) -> int:
         """Number of processes that this card has had."""
@@ -168,8 +167,8 @@ class Cards:
         self._actors.observe_places(ranks, self.on(ranks).call(Card.place))
         self._assign_ranks(ranks)
         self.on(ranks).call(Worker.prepare, self._address, restart=number)
-        self._watch.observe_restarted(engine)
-        self._watch_cards(ranks)
+        self._failures.observe_restarted(engine)
+        self._failures.watch(ranks)
 
     def on(self, ranks: Sequence[int] | None = None) -> CardGroup:
         """Select cards by rank (None: all of them)."""
@@ -231,7 +230,7 @@ class Cards:
         for health_check in self.health_checks:
             health_check()
         if threading.get_ident() == self._thread:
-            for rank, error in self._watch.take_ended(self._actors):
+            for rank, error in self._failures.take_ended():
                 self._failures.observe_end(rank, error)
         running = [stage for stage in list(self._running) if stage.thread == threading.get_ident()]
         stage_by_ref = {ref: stage for stage in running for ref in stage.pending}
@@ -320,10 +319,6 @@ class Cards:
         known = all(host.node in self._kv_peers for host in self.hosts)  # not a host that has joined the cluster since
         peers: Any = ray.put([self._kv_peers[host.node] for host in self.hosts] if known else [])  # sent once a machine
         self.call_each({rank: stage_call(Card.take_rank, rank, log, peers) for rank, log in logs.items()})
-
-    def _watch_cards(self, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            self._watch.watch(rank, self._actors[rank])
 
     def _patience(self) -> Patience:
         return Patience(time.monotonic(), limit_s=self.timeout_s, warn_every_s=WARN_EVERY_S)
