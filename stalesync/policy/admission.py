@@ -88,14 +88,12 @@ class Admission:
         )
         self.running = RunningEngines(spec.low_requests)
         self._supply = Supply(spec, ledger, buffer=self.buffer, running=self.running)
-        self._lending: Lending | None = None
-        """Decides when cards that train leave generation early; None: never"""
-        if spec.lends:
-            self._lending = Lending(
-                generates=bool(spec.shared_engines),
-                engine_slots=spec.engine_slots,
-                step_samples=ledger.groups_per_step * spec.group_size,
-            )
+        self._lending = Lending(
+            generates=bool(spec.shared_engines),
+            engine_slots=spec.engine_slots,
+            step_samples=ledger.groups_per_step * spec.group_size,
+        )
+        """Decides when cards that train leave generation early, where they may (`AdmissionSpec.lends`)"""
         self.stage: Stage = "idle"
         """Stage of the last command"""
         self._share: InferenceShare | None = None
@@ -200,8 +198,6 @@ class Admission:
 
     def observe_seconds(self, command: Command, seconds: float) -> None:
         """Record how long a command has taken, with everything that was executed meanwhile."""
-        if self._lending is None:
-            return
         if isinstance(command, SwitchToTrain):
             self._lending.observe_return(seconds)
         elif isinstance(command, AwaitSamples | Accumulate):
@@ -244,8 +240,7 @@ class Admission:
         self._share = share
         if not overlapped:
             yield from self.stop()
-        if self._lending is not None:
-            self._lending.begin_generation()
+        self._lending.begin_generation()
         yield from self._publish(overlapped)
         self.stage = "fill"
         yield from self._supply.admit(share.engines)
@@ -257,7 +252,7 @@ class Admission:
                 if not self.ledger.in_flight:
                     break
             yield AwaitSamples()
-            if self._lending is not None and not self.ledger.is_enough:
+            if self.spec.lends and not self.ledger.is_enough:
                 yield from self._lend(self._lending)
             if self._must_publish_again:
                 yield from self._publish_again(share)
@@ -265,8 +260,7 @@ class Admission:
             if self._can_replace_filtered and self.ledger.may_admit:
                 yield from self._supply.admit()
                 yield from self._supply.dispatch()
-        if self._lending is not None:
-            self._lent_s += self._lending.end_generation()
+        self._lent_s += self._lending.end_generation()
         if not self._returned:
             yield from self._return()
         self.stage = "score"
@@ -320,8 +314,7 @@ class Admission:
     def _publish_again(self, share: InferenceShare) -> Iterator[Command]:
         """Publish to all engines, replaced ones, too, and dispatch the requests that wait."""
         self.stage = "switch"
-        if self._lending is not None:
-            self._lent_s += self._lending.interrupt()
+        self._lent_s += self._lending.interrupt()
         yield from self.stop()
         if not self._returned:
             yield SwitchToTrain()
