@@ -72,6 +72,53 @@ def test_every_rank_gathers_the_shards_in_rank_order(shape, dtype, device):
         assert torch.equal(found, wanted)
 
 
+REDUCTIONS = [
+    (dtype, op, numel)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64)
+    for op in ("SUM", "MAX", "MIN", "AVG")
+    for numel in (1, 3, 64, 1001, 1 << 14)
+]
+"""Small ones, which ranks send to each other at once, and larger ones, which gloo reduces around its rings"""
+
+
+def _reduced(rank, device):
+    """What a rank gets of all reductions on the card, and of the same on the host."""
+    world, generator = dist.get_world_size(), torch.Generator().manual_seed(rank)
+    found = {"card": [], "host": []}
+    for dtype, op, numel in REDUCTIONS:
+        if op == "AVG" and not dtype.is_floating_point:
+            continue
+        values = (torch.randn(world * numel, generator=generator) * 1000).to(dtype)
+        for place, results in found.items():
+            whole = values.to(device.torch_device if place == "card" else "cpu")
+            total, piece = whole[:numel].clone(), torch.empty_like(whole[:numel])
+            work = dist.all_reduce(total, getattr(dist.ReduceOp, op), async_op=True)
+            dist.reduce_scatter_tensor(piece, whole, getattr(dist.ReduceOp, op))
+            work.wait()
+            results += [total.cpu(), piece.cpu()]
+    return found
+
+
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_reduction_has_the_bits_of_one_on_the_host(world, device):
+    for found in run_ranks(_reduced, world, device=device):
+        assert len(found["card"]) > len(REDUCTIONS)
+        assert all(map(torch.equal, found["card"], found["host"]))
+
+
+def _polled(rank, device):
+    total = torch.full((3,), rank + 1.0, device=device.torch_device)
+    work = dist.all_reduce(total, async_op=True)
+    while not work.is_completed():
+        pass
+    return total.tolist()
+
+
+def test_a_reduction_that_is_completed_has_its_result():
+    assert run_ranks(_polled, 2) == [[3.0] * 3] * 2
+
+
 def _uneven_all_to_all(rank, device):
     """Rank r sends r + d rows to rank d (none from 0 to 0); every row says where it comes from and goes to."""
     world, card = dist.get_world_size(), device.torch_device

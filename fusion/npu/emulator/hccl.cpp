@@ -39,16 +39,27 @@ auto as_backend_error(const char* name, F call) {
   }
 }
 
-// Waits once: gloo's send and receive hang on a second wait(), those of a real card do not.
+using Finish = std::function<void()>;
+
+// Waits once: gloo's send and receive hang on a second wait(), those of a real card do not. `finish`: computes the
+// outputs from what gloo has received; may be empty.
 struct Gloo {
-  Gloo(WorkPtr work, const char* name) : work(std::move(work)), name(name) {}
+  Gloo(WorkPtr work, const char* name, Finish finish) : work(std::move(work)), name(name), finish(std::move(finish)) {}
   bool wait(std::chrono::milliseconds timeout) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (!is_done) is_done = as_backend_error(name, [&] { return work->wait(timeout); });
+    if (is_done) return true;
+    is_done = as_backend_error(name, [&] { return work->wait(timeout); });
+    if (is_done && finish) std::exchange(finish, nullptr)();
     return is_done;
+  }
+  bool is_completed() {
+    if (!work->isCompleted()) return false;
+    if (work->isSuccess()) wait(kNoTimeout);
+    return true;
   }
   WorkPtr work;
   const char* name;
+  Finish finish;
   std::mutex mutex;
   bool is_done = false;
 };
@@ -63,8 +74,15 @@ class OverGloo : public c10d::Work {
   Tensors result() override { return outputs_; }
   void abort() override { gloo_->work->abort(); }
   uint64_t getSequencenumber() const override { return gloo_->work->getSequencenumber(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    complete();
+    auto future = new_future(outputs_);
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
 
  protected:
+  virtual void complete() = 0; // the host waits
   std::shared_ptr<Gloo> gloo_;
   Tensors outputs_;
 };
@@ -72,21 +90,12 @@ class OverGloo : public c10d::Work {
 class EagerWork final : public OverGloo {
  public:
   using OverGloo::OverGloo;
-  bool isCompleted() override { return gloo_->work->isCompleted(); }
-  void synchronize() override { gloo_->work->synchronize(); }
+  bool isCompleted() override { return gloo_->is_completed(); }
+  void synchronize() override { gloo_->wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override { return gloo_->wait(timeout); }
 
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = new_future(outputs_);
-    gloo_->work->getFuture()->addCallback([future, outputs = outputs_](c10::ivalue::Future& done) {
-      if (done.hasError()) {
-        future->setError(done.exception_ptr());
-      } else {
-        future->markCompleted(c10::IValue(outputs));
-      }
-    });
-    return future;
-  }
+ private:
+  void complete() override { gloo_->wait(kNoTimeout); }
 };
 
 // Keeps tensors alive until wait(), as real collectives do; after that, freeing them must follow in stream order.
@@ -110,14 +119,8 @@ class LateWork final : public OverGloo {
     return true;
   }
 
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    reach(moment_);
-    auto future = new_future(outputs_);
-    future->markCompleted(c10::IValue(outputs_));
-    return future;
-  }
-
  private:
+  void complete() override { reach(moment_); }
   Moment moment_;
   std::shared_ptr<Stash> stash_;
 };
@@ -126,9 +129,14 @@ bool is_late_tensor(const at::Tensor& tensor) {
   return tensor.device().type() == c10::kPrivateUse1 && is_late(tensor.device().index());
 }
 
+// Operations in its scope are computed, not recorded: by autograd or by a dispatch mode of the caller.
+struct Unseen {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard below_python{c10::python_ks};
+};
+
 at::Tensor copy_of(const at::Tensor& cpu) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
+  const Unseen unseen;
   auto copy = at::empty_like(cpu, c10::MemoryFormat::Contiguous);
   copy_now(copy, cpu);
   return copy;
@@ -184,7 +192,9 @@ class Launch {
   }
 
   // Starts the collective on gloo. Any error of gloo, now or in wait(), is a DistBackendError, as in a real backend.
-  WorkPtr run(const std::function<WorkPtr()>& start) { return done(as_backend_error(name_, start)); }
+  WorkPtr run(const std::function<WorkPtr()>& start, Finish then = nullptr) {
+    return done(as_backend_error(name_, start), std::move(then));
+  }
 
  private:
   struct Copy {
@@ -236,8 +246,8 @@ class Launch {
     }
   }
 
-  WorkPtr done(WorkPtr gloo_work) {
-    auto gloo = std::make_shared<Gloo>(std::move(gloo_work), name_);
+  WorkPtr done(WorkPtr gloo_work, Finish then) {
+    auto gloo = std::make_shared<Gloo>(std::move(gloo_work), name_, std::move(then));
     if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo), std::move(outputs_));
     auto stash = std::make_shared<Stash>(std::move(kept_));
     std::vector<std::pair<const char*, const char*>> written;
@@ -270,9 +280,41 @@ class Launch {
   std::vector<c10::Storage> kept_;
 };
 
-// Up to how many bytes a rank sends its tensor to every other at once: gloo's own all_gather passes all of them around a
-// ring, where each hop waits for the one before.
-constexpr size_t kMaxSentToEach = 1 << 16;
+// Up to how many bytes ranks send each other at once: gloo's own collectives pass all of them around a ring, where each
+// hop waits for the one before.
+constexpr size_t kMaxExchanged = 1 << 16;
+
+using ReduceOp = c10d::ReduceOp;
+
+// Whether the order of operands alone decides the bits of a reduction, so that `reduce_as_ring` has those of gloo.
+bool is_reproducible(const at::Tensor& tensor, const ReduceOp& op) {
+  if (tensor.scalar_type() == at::kBool || tensor.is_complex()) return false;
+  return op == ReduceOp::SUM || ((op == ReduceOp::MAX || op == ReduceOp::MIN) && !tensor.is_floating_point());
+}
+
+// Writes the reduction over ranks of `shards` (ranks, n) to `out` (n), in gloo's order: its ring reduces a tensor of
+// `total` elements in a chunk for each rank, from the rank before that one downwards. The shards begin at element
+// `first`.
+void reduce_as_ring(
+    const at::Tensor& out, const at::Tensor& shards, int64_t first, int64_t total, const ReduceOp& op) {
+  const Unseen unseen;
+  const auto ranks = shards.size(0);
+  const auto chunk = 2 * ((total + 2 * ranks - 1) / (2 * ranks)); // two segments, each rounded up
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const auto begin = std::max<int64_t>(0, rank * chunk - first);
+    const auto end = std::min<int64_t>(out.numel(), (rank + 1) * chunk - first);
+    if (begin >= end) continue;
+    const auto of = [&](int64_t source) { return shards[(source + ranks) % ranks].slice(0, begin, end); };
+    auto reduced = out.slice(0, begin, end);
+    reduced.copy_(of(rank - 1));
+    for (auto source = rank - 2; source >= rank - ranks; --source) {
+      const auto next = of(source);
+      if (op == ReduceOp::SUM) reduced.add_(next);
+      if (op == ReduceOp::MAX) at::maximum_out(reduced, reduced, next);
+      if (op == ReduceOp::MIN) at::minimum_out(reduced, reduced, next);
+    }
+  }
+}
 
 class HcclBackend final : public Backend {
  public:
@@ -289,7 +331,15 @@ class HcclBackend final : public Backend {
     return update("broadcast", &Backend::broadcast, tensors, options);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return update("all_reduce", &Backend::allreduce, tensors, options);
+    const auto numel = tensors.front().numel();
+    if (!exchanges(tensors.front(), getSize()) || !is_reproducible(tensors.front(), options.reduceOp)) {
+      return update("all_reduce", &Backend::allreduce, tensors, options);
+    }
+    Launch launch(gloo_, stream_, "all_reduce");
+    auto total = launch.updated(tensors).front().view(-1);
+    auto shards = total.new_empty({getSize(), numel});
+    auto reduce = [=, op = options.reduceOp] { reduce_as_ring(total, shards, 0, numel, op); };
+    return exchange(launch, shards, total.repeat({getSize()}), options.timeout, std::move(reduce));
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
     return update("all_reduce", &Backend::allreduce_coalesced, tensors, options);
@@ -302,18 +352,12 @@ class HcclBackend final : public Backend {
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
     const char* name = "all_gather_into_tensor";
-    const bool fits = input.is_contiguous() && output.is_contiguous() && output.scalar_type() == input.scalar_type() &&
-        output.numel() == input.numel() * getSize();
-    if (!fits || input.numel() == 0 || output.nbytes() > kMaxSentToEach) {
+    if (!exchanges(input, getSize()) || !fits(output, input)) {
       return move(name, &Backend::_allgather_base, output, input, options);
     }
     Launch launch(gloo_, stream_, name);
-    auto sent = launch.read(input).flatten().view(at::kByte).repeat({getSize()});
-    auto received = launch.written(output).flatten().view(at::kByte);
-    std::vector<int64_t> even;
-    c10d::AllToAllOptions exchange;
-    exchange.timeout = options.timeout;
-    return launch.run([&] { return gloo_->alltoall_base(received, sent, even, even, exchange); });
+    auto sent = launch.read(input).flatten().repeat({getSize()});
+    return exchange(launch, launch.written(output), sent, options.timeout);
   }
   WorkPtr allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -330,7 +374,18 @@ class HcclBackend final : public Backend {
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return move("reduce_scatter_tensor", &Backend::_reduce_scatter_base, output, input, options);
+    const char* name = "reduce_scatter_tensor";
+    if (!exchanges(input, 1) || !fits(input, output) || !is_reproducible(input, options.reduceOp)) {
+      return move(name, &Backend::_reduce_scatter_base, output, input, options);
+    }
+    Launch launch(gloo_, stream_, name);
+    auto sent = launch.read(input);
+    auto total = launch.written(output).view(-1);
+    auto shards = total.new_empty({getSize(), total.numel()});
+    auto reduce = [=, first = getRank() * total.numel(), op = options.reduceOp] {
+      reduce_as_ring(total, shards, first, shards.numel(), op);
+    };
+    return exchange(launch, shards, sent, options.timeout, std::move(reduce));
   }
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
@@ -368,6 +423,24 @@ class HcclBackend final : public Backend {
   }
 
  private:
+  // Whether so many copies of the tensor are sent to all ranks at once.
+  static bool exchanges(const at::Tensor& tensor, int copies) {
+    return tensor.is_contiguous() && tensor.numel() > 0 && tensor.nbytes() * copies <= kMaxExchanged;
+  }
+  bool fits(const at::Tensor& whole, const at::Tensor& shard) {
+    return whole.is_contiguous() && shard.is_contiguous() && whole.scalar_type() == shard.scalar_type() &&
+        whole.numel() == shard.numel() * getSize();
+  }
+  // Sends each rank its part of `sent`, all of one size.
+  WorkPtr exchange(
+      Launch& launch, const at::Tensor& received, const at::Tensor& sent, std::chrono::milliseconds timeout,
+      Finish then = nullptr) {
+    auto to = received.flatten().view(at::kByte), from = sent.flatten().view(at::kByte);
+    std::vector<int64_t> even;
+    c10d::AllToAllOptions options;
+    options.timeout = timeout;
+    return launch.run([&] { return gloo_->alltoall_base(to, from, even, even, options); }, std::move(then));
+  }
   template <typename Collective, typename Options>
   WorkPtr update(const char* name, Collective collective, const Tensors& tensors, const Options& options) {
     Launch launch(gloo_, stream_, name);
