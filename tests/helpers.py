@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import gc
 import io
+import itertools
 import multiprocessing as mp
 import os
 import pickle
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -112,10 +114,10 @@ def run_ranks(fn: Callable, world: int, *args: Any, device: str = "emulated", ti
 
 def _run_ranks(fn: Callable, world: int, args: tuple[Any, ...], device: str, timeout_s: float) -> list[Any]:
     _pool.grow(world)
-    with tempfile.TemporaryDirectory() as folder:
-        for rank in range(world):
-            _send(_pool.pipes[rank], (fn, rank, world, f"file://{folder}/store", device, args))
-        return _pool.collect(world, timeout_s)
+    store = f"file://{_pool.folder.name}/{next(_pool.calls)}"  # the last rank that leaves removes the file
+    for rank in range(world):
+        _send(_pool.pipes[rank], (fn, rank, world, store, device, args))
+    return _pool.collect(world, timeout_s)
 
 
 def in_fork(fn: Callable[[], None], **environment: str) -> tuple[str, str]:
@@ -178,6 +180,7 @@ class _RankPool:
     def __init__(self) -> None:
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
+        self.folder, self.calls = tempfile.TemporaryDirectory(), itertools.count()
 
     def grow(self, world: int) -> None:
         for rank in set(range(world)) - self.processes.keys():
@@ -243,7 +246,9 @@ def _serve(pipe: Connection) -> None:
                 torch.npu.set_device(device.index)  # the process may have served a test on its other card
             dist.init_process_group(device.process_group_backend, init_method=store, rank=rank, world_size=world)
             result = fn(rank, device, *args)
+            groups = [*dist.distributed_c10d._world.pg_map]
             dist.destroy_process_group()
+            threading.Thread(target=groups.clear).start()  # gloo takes 10 ms to end each, in which it only waits
             _send(pipe, (True, result))
         except BaseException:
             _send(pipe, (False, traceback.format_exc()))
