@@ -1,8 +1,7 @@
 """Compare engines by tokens a second for the same requests.
 
-In an environment with vLLM (bash scripts/environment.sh --backend vllm); what is not installed is not measured. A
-Qwen3-MoE of 25M parameters on one card, one process and one thread a side. Sides take turns in rotating order; figures
-are medians, the first round warms up.
+What is not installed is not measured (bash scripts/environment.sh --backend vllm). A Qwen3-MoE of 25M parameters on one
+card, one process and one thread a side, in turns; figures are medians, the first round warms up.
 
     embedded     this project's engine
     vllm         rollout.backend=vllm: vLLM's scheduler and model with our control channel, sampler and memory
@@ -15,16 +14,13 @@ import importlib.util
 import multiprocessing
 import os
 import random
-import sys
-from argparse import Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, median_of_ratios, medians, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, medians, timed_result
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -36,9 +32,7 @@ BENCHMARK = Benchmark(
     "*.over_vllm >= 0.9",
     sizes={"requests": (96, 8), "layers": (4, 2)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 from benchmarks.runs import temporary_folder
 from tests.helpers import runnable_checkpoint
@@ -51,31 +45,19 @@ PROMPT, TOKENS, MAX_SEQS, BLOCK, MAX_LENGTH, BATCH_TOKENS = 48, 64, 64, 32, 256,
 ALONE = ("vllm_plain", "vllm_alone")
 
 
-def engines(args: Namespace) -> Figures:
-    """Measure every engine that is installed in a process of its own."""
+def engines(args: Arguments) -> Figures:
     names = ["embedded", "vllm", *ALONE]
     if not importlib.util.find_spec("vllm"):
         names = ["embedded"]
         print("vLLM is not measured: it is not installed (bash scripts/environment.sh --backend vllm)")
-    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, ExitStack() as stack:
         runnable_checkpoint(folder, experts=True, num_hidden_layers=args.layers, dtype=args.dtype, **SHAPE)
-        for name in names:
-            pipes[name], there = context.Pipe()
-            what = (name, str(folder), args.dtype, args.requests, there)
-            processes.append(context.Process(target=serve, args=what, daemon=True))
-            processes[-1].start()
-            there.close()
-            pipes[name].recv()  # one after the other: they share the cores
-
-        def ask(name: str, round: int) -> float:
-            pipes[name].send(round)
-            return pipes[name].recv()
-
-        seconds = in_turns({name: partial(ask, name) for name in names}, args.rounds)
-        for process in processes:
-            process.terminate()
-            process.join()
+        sides = {}
+        for name in names:  # one after the other: they share the cores
+            process = stack.enter_context(multiprocessing.get_context("spawn").Pool(1))
+            process.apply(build, (name, str(folder), args.dtype, args.requests))
+            sides[name] = lambda round, process=process: process.apply(seconds_of, (round,))
+        seconds = in_turns(sides, args.rounds)
     return engine_summary(seconds, args.requests * TOKENS)
 
 
@@ -83,29 +65,32 @@ def engine_summary(seconds: dict[str, list[float]], tokens: int) -> Figures:
     """Return tokens per second of every side, and the median over rounds of vLLM as ours over vLLM alone."""
     figures: Figures = {name: {"gen_tokens_per_s": tokens / value} for name, value in medians(seconds).items()}
     for name in ALONE if "vllm" in seconds else ():
-        figures[name]["over_vllm"] = median_of_ratios(seconds["vllm"], seconds[name])
+        ratios = (alone / ours for alone, ours in zip(seconds[name], seconds["vllm"], strict=True))
+        figures[name]["over_vllm"] = median(ratios)
     return figures
 
 
-def serve(name: str, folder: str, dtype: str, requests: int, pipe: Any) -> None:
-    """Build a side, then generate all requests at every message, and answer with the seconds that it took."""
+Generate = Callable[[dict[str, list[int]]], int]
+"""Prompts by request → tokens that were generated"""
+built: list[tuple[Generate, list[list[int]]]] = []
+"""The side of this process, and its prompts"""
+
+
+def build(name: str, folder: str, dtype: str, requests: int) -> None:
     import torch
 
     torch.set_num_threads(1)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 4000) for _ in range(PROMPT)] for _ in range(requests)]
-    generate = (alone if name in ALONE else ours)(name, folder, dtype)
-    pipe.send(None)
-    while True:
-        round, tokens = pipe.recv(), list[int]()
-        named = {f"{round}/{i}": prompt for i, prompt in enumerate(prompts)}
-        took_s = timed(lambda: tokens.append(generate(named)))  # noqa: B023
-        assert tokens == [requests * TOKENS]
-        pipe.send(took_s)
+    built.append(((alone if name in ALONE else ours)(name, folder, dtype), prompts))
 
 
-Generate = Callable[[dict[str, list[int]]], int]
-"""Prompts by request → tokens that were generated"""
+def seconds_of(round: int) -> float:
+    """Return the seconds in which this process's side generates all requests."""
+    ((generate, prompts),) = built
+    seconds, tokens = timed_result(partial(generate, {f"{round}/{i}": one for i, one in enumerate(prompts)}))
+    assert tokens == len(prompts) * TOKENS
+    return seconds
 
 
 def ours(name: str, folder: str, dtype: str) -> Generate:
@@ -135,21 +120,14 @@ def ours(name: str, folder: str, dtype: str) -> Generate:
 
     def generate(prompts: dict[str, list[int]]) -> int:
         engine.submit([Request(name, tuple(ids), params) for name, ids in prompts.items()])
-        outputs = engine.step()
-        while not engine.idle:
-            outputs += engine.step()
-        return sum(len(output.tokens) for output in outputs)
+        return sum(len(output.tokens) for output in engine.run())
 
     return generate
 
 
 def alone(name: str, folder: str, dtype: str) -> Generate:
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    os.environ |= dict(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import EngineArgs, LLMEngine, SamplingParams
 
     if name == "vllm_plain":

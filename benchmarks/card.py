@@ -4,33 +4,23 @@ A model of the shape of Qwen3-30B-A3B in bfloat16, with random weights, cut to a
 holds. Every figure stands beside its floor: the larger of its bytes at the rate of a copy on the card and of its
 operations at that of one large matrix product, both measured in the same run.
 
-operators: seconds and `over_floor` of operators of the card's table (`device.operators`).
-decode: one token of each sequence: seconds a step and a layer, tokens/s, over_floor; graphs: the same steps replayed,
-where the card's table is captured; vllm: the same of vLLM in a process of its own, where it is installed and the card
-is a real one.
-step: a profile of one decode step: kernels and microseconds of a layer, and of all that is outside of the layers.
-train: forward, backward and update of one micro-batch: tokens/s, over_floor.
-switch: optimizer states to the host and back, over one plain copy each way; a switch between layouts needs several
-cards (benchmarks/switch.py).
+operators   seconds and `over_floor` of operators of the card's table (`device.operators`)
+decode      one token of each sequence: seconds a step and a layer, tokens/s, over_floor; graphs: the same steps
+            replayed, where the table is captured; vllm: the same of vLLM, where it is installed and the card real
+step        a profile of one decode step: kernels and microseconds of a layer, and of all outside of the layers
+train       forward, backward and update of one micro-batch: tokens/s, over_floor
+switch      optimizer states to the host and back, over one plain copy each way
 """
-
-from __future__ import annotations
 
 import gc
 import importlib.util
 import json
 import multiprocessing
-import statistics
-import sys
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, progress, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, progress, rows_of, timed
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -47,18 +37,17 @@ BENCHMARK = Benchmark(
     ],
     sizes={"divisor": (1, 32), "copied_bytes": (1 << 30, 1 << 16), "width": (8192, 64)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 import yaml
 
 from benchmarks import offload
 from benchmarks.models import engine_of as engine_of_model
+from benchmarks.models import requests_of
 from benchmarks.runs import temporary_folder
 from fusion.costmodel.shape import Shape
-from fusion.inference import EmbeddedEngine, Request, SamplingParams
+from fusion.inference import EmbeddedEngine, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import Device, open_device
 from fusion.npu.config import STACKING
@@ -75,7 +64,7 @@ SHARE = 0.6
 """Share of the free memory that weights, or weights and states, take; the rest is for KV and activations"""
 
 
-def shape_of(args: Namespace) -> dict[str, Any]:
+def shape_of(args: Arguments) -> dict[str, Any]:
     """Return the fields of Qwen3-30B-A3B, widths divided by ``args.divisor``."""
     shape = yaml.safe_load((SHAPES / "qwen3_30b_a3b.yaml").read_text())["config"]
     narrower = {name: shape[name] // args.divisor for name in WIDTHS}
@@ -83,40 +72,36 @@ def shape_of(args: Namespace) -> dict[str, Any]:
     return shape | narrower | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
 
 
-@dataclass(frozen=True)
-class Floors:
-    """What the card reaches: bytes a second of a copy, both ends counted, and operations a second of a product."""
+class Floors(NamedTuple):
+    """What the card reaches: in a copy, both ends counted, and in a product."""
 
-    device: Device
-    bytes_per_s: float
-    flops: float
+    copy_gb_per_s: float
+    product_tflops: float
 
     @classmethod
-    def measure(cls, device: Device, args: Namespace) -> Floors:
+    def measure(cls, device: Device, args: Arguments) -> "Floors":
         source = torch.ones(args.copied_bytes, dtype=torch.uint8, device=device.torch_device)
         target, width = torch.empty_like(source), args.width
         x = torch.randn(width, width, dtype=torch.bfloat16, device=device.torch_device)
         copy_s = seconds(device, lambda: target.copy_(source), args.rounds)
         product_s = seconds(device, lambda: torch.mm(x, x), args.rounds)
-        floors = cls(device, 2 * args.copied_bytes / copy_s, 2 * width**3 / product_s)
-        progress("floors", floors.figures())
+        floors = cls(2e-9 * args.copied_bytes / copy_s, 2e-12 * width**3 / product_s)
+        progress("floors", floors._asdict())
         return floors
-
-    def figures(self) -> Figures:
-        return {"copy_gb_per_s": self.bytes_per_s / 1e9, "product_tflops": self.flops / 1e12}
 
     def of(self, took_s: float, nbytes: float, flops: float = 0.0) -> Figures:
         """Return the seconds of some work, and these over its floor."""
-        return {"seconds": took_s, "over_floor": took_s / max(nbytes / self.bytes_per_s, flops / self.flops)}
+        floor_s = max(1e-9 * nbytes / self.copy_gb_per_s, 1e-12 * flops / self.product_tflops)
+        return {"seconds": took_s, "over_floor": took_s / floor_s}
 
 
 def seconds(device: Device, work: Callable[[], object], rounds: int) -> float:
     """Return the median seconds of a call, after one that warms up."""
     work()
-    return statistics.median(timed(work, device=device) for _ in range(rounds))
+    return median(timed(work, device=device) for _ in range(rounds))
 
 
-def config_of(args: Namespace, layers: int, **changes: Any) -> ModelConfig:
+def config_of(args: Arguments, layers: int, **changes: Any) -> ModelConfig:
     return ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers, **changes})
 
 
@@ -124,21 +109,20 @@ def num_elements(config: ModelConfig) -> int:
     return Shape("card", config).numel
 
 
-def model_of(device: Device, args: Namespace, element_bytes: int, layers: int | None = None) -> Transformer:
+def model_of(device: Device, args: Arguments, element_bytes: int, layers: int | None = None) -> Transformer:
     """Build the model with random weights, of so many layers, or of as many as `SHARE` of the free memory holds."""
     if layers is None:
         one, two = (num_elements(config_of(args, number)) for number in (1, 2))
         fitting = int(SHARE * device.memory().free / element_bytes - (2 * one - two)) // (two - one)
         layers = max(1, min(args.layers, fitting))
     model = Transformer(config_of(args, layers), Mesh.single(), device, torch.bfloat16)
-    with torch.no_grad():
+    with torch.no_grad():  # on the card: `models.randomise` draws on the host
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
     return model
 
 
-def operators(args: Namespace) -> Figures:
-    """Measure operators on the rows of one micro-batch, in inference mode."""
+def operators(args: Arguments) -> Figures:
     device = open_device(args.device, operators=args.operators)
     table, floors, shape = device.operators, Floors.measure(device, args), shape_of(args)
     rows, d, inner = args.tokens, shape["hidden_size"], shape["moe_intermediate_size"]
@@ -153,8 +137,7 @@ def operators(args: Namespace) -> Figures:
     counts = torch.full((experts,), rows * k // experts, device=device.torch_device)
     lengths = [rows // 8] * 8
     q, key = random(rows, heads, channels), random(rows, kv_heads, channels)
-    takes = table.takes_counts(permuted, experts)
-    rows_by_expert: Any = counts if takes else counts.tolist()
+    rows_by_expert: Any = counts if table.takes_counts(permuted, experts) else counts.tolist()
     works: dict[str, tuple[Callable[[], object], float, float]] = {
         "rms_norm": (lambda: table.rms_norm(x, weight, 1e-6), 2 * x.nbytes, 0.0),
         "swiglu": (lambda: table.swiglu(x), 1.5 * x.nbytes, 0.0),
@@ -169,16 +152,16 @@ def operators(args: Namespace) -> Figures:
             2.0 * rows * lengths[0] * heads * channels,
         ),
     }
-    figures: Figures = {}
+
+    def measure(name: str) -> Figures:
+        work, nbytes, flops = works[name]
+        return floors.of(seconds(device, work, args.rounds), nbytes, flops)
+
     with torch.inference_mode():
-        for name, (work, nbytes, flops) in works.items():
-            figures[name] = floors.of(seconds(device, work, args.rounds), nbytes, flops)
-            progress(name, figures[name])
-    return {"table": table.name, "card": device.describe(), **floors.figures(), **figures}
+        return {"table": table.name, "card": device.describe(), **floors._asdict(), **rows_of(works, measure)}
 
 
-def decode(args: Namespace) -> Figures:
-    """Measure a decode step of the engine and, on a real card where it is installed, of vLLM."""
+def decode(args: Arguments) -> Figures:
     device = open_device(args.device, operators=args.operators)
     figures = _decode(device, args)
     gc.collect()
@@ -190,42 +173,37 @@ def decode(args: Namespace) -> Figures:
         return figures | {"vllm": pool.apply(vllm_decode, (args, figures["layers"]))}
 
 
-def step(args: Namespace) -> Figures:
-    """Profile one decode step of models of one and of three layers."""
-    device, found = open_device(args.device, operators=args.operators), []
-    for layers in (1, 3):
+def step(args: Arguments) -> Figures:
+    """Profile one decode step of models of one and of three layers: kernels that it starts on a CUDA card, their
+    microseconds, and those of the whole step, which profiling slows."""
+    device = open_device(args.device, operators=args.operators)
+
+    activity = torch.profiler.ProfilerActivity
+    activities = [activity.CPU] + [activity.CUDA] * (device.kind == "cuda")
+
+    def measure(layers: int) -> Figures:
         engine = engine_of(model_of(device, args, BYTES, layers), args)
-        engine.submit(Request(str(i), one, SamplingParams(max_tokens=64)) for i, one in enumerate(prompts_of(args)))
+        engine.submit(requests_of(prompts_of(args), SamplingParams(max_tokens=64)))
         while engine.scheduler.waiting or any(one.computed <= args.context for one in engine.scheduler.running):
             engine.step()
-        found.append(profiled(device, engine.step))
-        progress(f"{layers} layers", found[-1])
+        with torch.profiler.profile(activities=activities) as profile:
+            took_s = timed(engine.step, device=device)
         engine.release_kv()
-    one, three = found
+        us = [one.time_range.elapsed_us() for one in profile.events() or () if one.device_type.name == "CUDA"]
+        return {"kernels": len(us), "card_us": sum(us), "call_us": 1e6 * took_s}
+
+    one, three = rows_of((1, 3), measure).values()
     layer = {name: (three[name] - one[name]) / 2 for name in one}
     return {"layer": layer, "outside": {name: one[name] - layer[name] for name in one}}
 
 
-def profiled(device: Device, work: Callable[[], object]) -> Figures:
-    """Return the kernels that a call starts on a CUDA card, their microseconds, and those of the whole call, which
-    profiling slows."""
-    activity = torch.profiler.ProfilerActivity
-    on_card = [activity.CUDA] if device.kind == "cuda" else []
-    with torch.profiler.profile(activities=[activity.CPU, *on_card]) as profile:
-        took_s = timed(work, device=device)
-    kernels = [one for one in profile.events() or () if one.device_type.name == "CUDA"]
-    busy_us = sum(one.time_range.elapsed_us() for one in kernels)
-    return {"kernels": len(kernels), "card_us": busy_us, "call_us": 1e6 * took_s}
-
-
-def engine_of(model: Transformer, args: Namespace, graphs: bool = False) -> EmbeddedEngine:
-    """Return an engine for the prompts that are decoded, with its KV."""
+def engine_of(model: Transformer, args: Arguments, graphs: bool = False) -> EmbeddedEngine:
     limits = dict(block_size=max(16, block_tokens(model.device.kind, model.operators.name)), max_seqs=args.batch)
-    longest = args.context + args.steps + 64
-    return engine_of_model(model, **limits, prefix_cache=False, max_response_length=longest, graphs=graphs)
+    limits["max_response_length"] = args.context + args.steps + 64
+    return engine_of_model(model, **limits, prefix_cache=False, graphs=graphs)
 
 
-def _decode(device: Device, args: Namespace) -> Figures:
+def _decode(device: Device, args: Arguments) -> Figures:
     """Measure what ``args.steps`` more tokens take of each sequence; where the table has them, with graphs, too."""
     floors, model = Floors.measure(device, args), model_of(device, args, BYTES)
     config, layers, prompts = model.config, model.config.num_layers, prompts_of(args)
@@ -236,8 +214,7 @@ def _decode(device: Device, args: Namespace) -> Figures:
         engine = engine_of(model, args, graphs)
 
         def generate(tokens: int) -> None:
-            params = SamplingParams(max_tokens=tokens)
-            engine.submit(Request(f"{tokens} {index}", prompt, params) for index, prompt in enumerate(prompts))
+            engine.submit(requests_of(prompts, SamplingParams(max_tokens=tokens), tokens))
             assert sum(len(out.tokens) for out in engine.run()) == args.batch * tokens
 
         if graphs:
@@ -245,27 +222,25 @@ def _decode(device: Device, args: Namespace) -> Figures:
         step_s = step_seconds(lambda tokens: timed(lambda: generate(tokens), device=device), args)
         engine.release_kv()
         found = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
-        progress(f"decode{', graphs' * graphs}", found)
-        return found
+        return progress(f"decode{', graphs' * graphs}", found)
 
     figures = measured(graphs=False) | {"layers": layers, "table": device.operators.name}
     return figures | ({"graphs": measured(graphs=True)} if device.operators.name in STACKING else {})
 
 
-def prompts_of(args: Namespace) -> list[tuple[int, ...]]:
+def prompts_of(args: Arguments) -> list[tuple[int, ...]]:
     size, random = (args.batch, args.context), torch.Generator().manual_seed(0)
     return [*map(tuple, torch.randint(2, shape_of(args)["vocab_size"], size, generator=random).tolist())]
 
 
-def step_seconds(generate: Callable[[int], float], args: Namespace) -> float:
+def step_seconds(generate: Callable[[int], float], args: Arguments) -> float:
     """Return the seconds of a step; ``generate`` returns those of generating so many tokens of each sequence."""
     generate(2)
     rounds = [(generate(1 + args.steps) - generate(1)) / args.steps for _ in range(args.rounds)]
-    return max(statistics.median(rounds), 1e-9)
+    return max(median(rounds), 1e-9)
 
 
-def vllm_decode(args: Namespace, layers: int) -> Figures:
-    """Measure the same step of vLLM, as installed."""
+def vllm_decode(args: Arguments, layers: int) -> Figures:
     from vllm import LLM, SamplingParams
 
     with temporary_folder() as folder:
@@ -283,8 +258,7 @@ def vllm_decode(args: Namespace, layers: int) -> Figures:
     return {"seconds": step_s, "tokens_per_s": args.batch / step_s}
 
 
-def train(args: Namespace) -> Figures:
-    """Measure forward, backward and update of one micro-batch, with recomputation."""
+def train(args: Arguments) -> Figures:
     device = open_device(args.device, operators=args.operators)
     floors, model = Floors.measure(device, args), model_of(device, args, BYTES + STATES_BYTES)
     settings = TrainingConfig(recompute=True, token_budget=max(args.tokens, 1 << 10))
@@ -300,21 +274,16 @@ def train(args: Namespace) -> Figures:
         engine.forward_backward(batch, cross_entropy)
         engine.optimizer_step()
 
-    took_s = seconds(device, step, args.rounds)
-    config = model.config
+    took_s, config = seconds(device, step, args.rounds), model.config
     of_a_token = config_of(args, config.num_layers, num_experts=8)  # the chosen ones
     active = num_elements(of_a_token) - config.vocab_size * config.hidden_size
     figures = floors.of(took_s, STATES_BYTES * num_elements(config), 8.0 * active * args.tokens)
-    figures |= {"tokens_per_s": args.tokens / took_s, "layers": config.num_layers}
-    progress("train", figures)
-    return figures
+    return progress("train", figures | {"tokens_per_s": args.tokens / took_s, "layers": config.num_layers})
 
 
-def switch(args: Namespace) -> Figures:
-    """Measure the way of optimizer states of an eighth of the card's memory to the host and back."""
+def switch(args: Arguments) -> Figures:
     device = open_device(args.device, operators=args.operators)
-    numel = max(1, min(device.memory().free // 8, 8 * args.copied_bytes) // (4 * len(offload.NAMES) * 8))
-    found = offload.compared(device, numel, 8, args.rounds)
+    found = offload.compared(device, min(device.memory().free // 8, 8 * args.copied_bytes), 8, args.rounds)
     return {
         name: {"gb_per_s": one["gb_per_s"], "over_floor": one["seconds"] / found["floor"]["seconds"]}
         for name, one in found.items()

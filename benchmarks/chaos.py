@@ -1,30 +1,21 @@
 """Kill processes of runs at random moments, and check what the runs leave.
 
-    python benchmarks/chaos.py [--minutes 30] [--seed 0] [--jobs 2] [--kills N] [--json PATH]
-    python benchmarks/chaos.py --only start [--every 0.05] [--until 6] [--victim NAME]
-
 Runs of a tiny model are started as a user starts them, in every deployment at staleness 0, 1 and 2, killed, resumed,
 killed again, and so on; the last start goes to its end. What is killed or becomes full when is drawn from the seed
 (`tests/chaos/plan.py`, docs/stalesync.md#failures).
 
-After each kill the run must end, or go on where it survives, within 1.5 times the time in which it starts on this
-machine under its present load (else `late`); its message must name what was killed, for a worker with rank and stage
-(`unnamed`); nothing may be left over, and no checkpoint count as complete that is not (`left_over`). After a chain, its
-folder must show every group ended once (`lost`, `twice`) at an age within the bound (`too_old`), and at staleness 0 the
-metrics and final weights of a run that was not disturbed, to the bit (`not_bitwise`, but for a step in which an engine
-was replaced, and chains in which a reward process was killed while it scored); `not_finished` counts chains whose last
-start failed. A resume under a setting that groups in progress cannot bear must be refused by key (`not_refused`), and a
-file damaged beside the checkpoint be named (`unnamed_flips`).
+After each kill the run must end, or go on where it survives, within 1.5 times the time in which it starts under the
+present load (else `late`); name what was killed, a worker with rank and stage (`unnamed`); and leave nothing over, nor
+a checkpoint that counts as complete and is not (`left_over`). After a chain, every group must have ended once (`lost`,
+`twice`) at an age within the bound (`too_old`), and at staleness 0 metrics and final weights be those of a run that was
+not disturbed, to the bit (`not_bitwise`, but for steps in which an engine was replaced, and chains in which a reward
+process was killed while it scored). `not_finished`: chains whose last start failed. A resume under a setting that
+groups in progress cannot bear must be refused by key (`not_refused`), and a damaged file be named (`unnamed_flips`).
 
 Exit status 1 if any of these but `late` is not 0. Needs root or user namespaces (`tests/chaos/space.py`).
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Option
 
 FAULTS = "lost twice too_old not_bitwise not_finished not_refused unnamed_flips left_over unnamed traced".split()
 
@@ -48,6 +39,4 @@ BENCHMARK = Benchmark(
     default=("chains",),
     must_hold=True,
 )
-
-if __name__ == "__main__":
-    BENCHMARK.main()
+BENCHMARK.run_as(__name__)

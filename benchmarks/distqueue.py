@@ -1,38 +1,26 @@
 """Measure DistQueue against its floor and its peers.
 
-One process puts, another gets; medians over alternating rounds. `long`, 512 samples of lognormal lengths
-(mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300 tokens; five columns of 4 bytes per token each.
+One process puts, another gets; medians over alternating rounds. `long`, 512 samples of lognormal lengths (mean about
+5.6k, at most 32k); `short`, 8,192 samples of 10 to 300 tokens; five columns of 4 bytes per token each.
 
     put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
     put_sums_s, …       the part of it that computes checksums; get_sums_s: that verifies them
-    hash_s              floor of both: xxh3 of the same bytes, one call per column
-    copy_s              floor: np.copyto of the same bytes into warm memory
+    hash_s, copy_s      floors: xxh3 of the same bytes, one call per column; np.copyto of them into warm memory
     call_s              floor: an empty call to an actor like the queue's; a put here is one call, ray.put is none
     ray_*               ray.put / ray.get of the same packed arrays, with the copy into warm memory
-    transferqueue_*     TransferQueue 0.1.11 with its default storage, where it can be imported: it pins its
-                        requirements, so use an environment with it, torch, numpy, ray, lazy_loader, xxhash, safetensors
+    transferqueue_*     TransferQueue 0.1.11 with its default storage, where it can be imported
     padded_bytes        size with every sample padded to the longest; payload_bytes: the samples themselves
-    sent_bytes          bytes this queue sends for a put, metadata included, counted at the sender; received_bytes: for
-                        a get
+    sent_bytes, …       bytes of a put, metadata included, counted at the sender; received_bytes: of a get
 """
-
-from __future__ import annotations
 
 import importlib.util
 import logging
 import os
-import sys
-import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of, progress, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, medians_of, rows_of, timed, timed_result
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -40,9 +28,7 @@ BENCHMARK = Benchmark(
     [Option("rounds", 15, smoke=1, help="rounds that are measured")],
     sizes={"samples": (1, 64)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import numpy as np
 import ray
@@ -53,13 +39,8 @@ from benchmarks.runs import temporary_folder
 from distqueue import DistQueue, PackedBatch
 from distqueue.payload import gather, segment_file
 
-COLUMNS = {
-    "tokens": torch.int32,
-    "mask": torch.int32,
-    "logprobs": torch.float32,
-    "ref_logprobs": torch.float32,
-    "advantages": torch.float32,
-}
+COLUMNS = dict.fromkeys(("tokens", "mask"), torch.int32)
+COLUMNS |= dict.fromkeys(("logprobs", "ref_logprobs", "advantages"), torch.float32)
 PEERS = ["ours", "ray"] + ["transferqueue"] * (importlib.util.find_spec("transfer_queue") is not None)
 
 
@@ -106,9 +87,9 @@ class Client:
 
     def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
-            results: list[Any] = []
-            self.sums_s += timed(lambda: results.append(compute(*args)))
-            return results[0]
+            seconds, result = timed_result(partial(compute, *args))
+            self.sums_s += seconds
+            return result
 
         return counted
 
@@ -119,27 +100,25 @@ class Client:
         return {"put_s": seconds, "put_sums_s": self.sums_s, "sent_bytes": self.queue.traffic.sent_bytes - before}
 
     def get_ours(self, workload: str, round: int) -> Figures:
-        before, self.sums_s, began_s = self.queue.traffic.received_bytes, 0.0, time.perf_counter()
-        batch = self.queue.get("train", list(COLUMNS), len(lengths(workload)), timeout_s=60)
-        seconds = time.perf_counter() - began_s
-        assert int(batch["mask"].buffer[-1]) == round + int(lengths(workload).sum()) - 1
+        before, self.sums_s, sizes = self.queue.traffic.received_bytes, 0.0, lengths(workload)
+        get = partial(self.queue.get, "train", list(COLUMNS), len(sizes), timeout_s=60)
+        seconds, batch = timed_result(get)
+        assert int(batch["mask"].buffer[-1]) == round + int(sizes.sum()) - 1
         self.queue.ack("train", batch.ids)
         received = self.queue.traffic.received_bytes - before
         return {"get_s": seconds, "get_sums_s": self.sums_s, "received_bytes": received}
 
     def put_ray(self, workload: str, round: int) -> tuple[Figures, list[Any]]:
         arrays = [torch.cat(column).numpy() for column in make_columns(workload, round).values()]
-        refs: list[Any] = []
-        return {"ray_put_s": timed(lambda: refs.append(ray.put(arrays)))}, refs
+        seconds, ref = timed_result(partial(ray.put, arrays))
+        return {"ray_put_s": seconds}, [ref]
 
     def get_ray(self, workload: str, refs: list[Any]) -> Figures:
-        warm = self.warmed(workload)
-
-        def get() -> None:
+        def get(warm: list[np.ndarray]) -> None:
             for target, array in zip(warm, ray.get(refs[0]), strict=True):
                 np.copyto(target, array.view(np.uint8))
 
-        return {"ray_get_s": timed(get)}
+        return {"ray_get_s": timed(partial(get, self.warmed(workload)))}
 
     def put_transferqueue(self, workload: str, round: int) -> Figures:
         import transfer_queue
@@ -154,11 +133,10 @@ class Client:
     def get_transferqueue(self, workload: str, round: int) -> Figures:
         import transfer_queue
 
-        keys, began_s = names_of(workload, round), time.perf_counter()
-        batch = transfer_queue.kv_batch_get(keys=keys, partition_id=workload, select_fields=list(COLUMNS))
-        seconds = time.perf_counter() - began_s
+        named = dict(keys=names_of(workload, round), partition_id=workload)
+        seconds, batch = timed_result(partial(transfer_queue.kv_batch_get, **named, select_fields=list(COLUMNS)))
         assert int(batch["mask"][-1][-1]) == round + int(lengths(workload).sum()) - 1
-        transfer_queue.kv_clear(keys=keys, partition_id=workload)
+        transfer_queue.kv_clear(**named)
         return {"transferqueue_get_s": seconds}
 
     def floors(self, workload: str) -> Figures:
@@ -180,28 +158,19 @@ class Client:
         return [self.warm[i * total : (i + 1) * total] for i in range(len(COLUMNS))]
 
 
-@contextmanager
-def own_ray(num_cpus: int) -> Iterator[None]:
-    """Start a Ray for the block, with workers at the niceness of this process, as a run does."""
+def measure(args: Arguments) -> Figures:
+    """Measure every workload, by workers at the niceness of this process, as a run does."""
     os.environ.setdefault("RAY_worker_niceness", "0")
+    options: Any = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     with temporary_folder(prefix="dq-", dir="/tmp") as folder:  # short: Ray's sockets are below it
-        options = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(folder))
-        ray.init(address="local", num_cpus=num_cpus, **options)
-        yield
-        ray.shutdown()
-
-
-def measure(args: Namespace) -> Figures:
-    """Measure every workload."""
-    figures: Figures = {}
-    with own_ray(num_cpus=16):  # TransferQueue reserves a core for each of its processes
+        # TransferQueue reserves a core for each of its processes
+        ray.init(address="local", num_cpus=16, _temp_dir=str(folder), **options)
         queue, client = DistQueue.create(["train"]), ray.remote(Client).options(num_cpus=0)
         no_op = ray.remote(NoOpActor).options(num_cpus=0).remote()
-        writer, reader = client.remote(queue, no_op), client.remote(queue, no_op)
-        for kind in ("long", "short"):
-            figures[kind] = measure_workload(f"{kind}/{args.samples}", rounds=args.rounds, writer=writer, reader=reader)
-            progress(kind, figures[kind])
+        sides = dict(rounds=args.rounds, writer=client.remote(queue, no_op), reader=client.remote(queue, no_op))
+        figures = rows_of(("long", "short"), lambda kind: measure_workload(f"{kind}/{args.samples}", **sides))
         queue.close()
+        ray.shutdown()
     return figures
 
 

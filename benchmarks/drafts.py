@@ -1,45 +1,37 @@
 """Measure drafts: how many tokens a forward pass yields, and whether that pays.
 
 engines: what a model says to the prompts of the long-answer task in two epochs, 16 responses a prompt, temperature 1,
-replayed on 1, 2 and 4 engines, with the exchange of text and without (drafts change nothing that is sampled): siblings
-of a group divided over the engines, which together decode four of them at a time; history of a group that another
-engine had in the last epoch; both. Bytes sent and received a token, CPU microseconds of an engine a step, and of the
-store a token.
+replayed on 1, 2 and 4 engines, with the exchange of text and without: siblings of a group divided over the engines,
+which together decode four of them at a time; history of a group that another engine had in the last epoch; both. Bytes
+sent and received a token, CPU microseconds of an engine a step, and of the store a token.
 
-texts (with --texts FILE): tokens that a forward pass yields for recorded texts of a model, rows {"prompt": …,
-"samples": […, …]}, through the drafter itself, which learns from what is accepted how sure a token must be: from
-siblings side by side, from history, and from both. The first half of a problem's samples are its responses, the others
-those of the epoch before.
-`held_out`: problems that served no choice of a constant of the drafter, those whose prompt has an odd digest; `tuned`:
-the others. The tokenizer is a byte-level BPE of 8,192 tokens made of the texts, or --tokenizer.
+texts (with --texts FILE): the same for recorded texts of a model, rows {"prompt": …, "samples": […, …]}, through the
+drafter itself, from siblings side by side, from history, and from both. The first half of a problem's samples are its
+responses, the others those of the epoch before. `held_out`: problems that served no choice of a constant of the
+drafter, those whose prompt has an odd digest; `tuned`: the others. The tokenizer is a byte-level BPE of 8,192 tokens
+made of the texts, or --tokenizer.
 
-real: tokens a second of a 52M-parameter model with drafts and without, in turns, at 1 to 32 running
-sequences; eight earlier responses to each prompt are known, which differ from it in a tenth of their tokens. small: the
-same of the long-answer model, whose steps take about a millisecond, over three epochs; also where no text repeats, so
-that drafts only cost time. paced: whole runs at staleness 0 on eight emulated cards that take the time of 910C dies
-under OLMoE-1B-7B, with the long-answer task: seconds of a step and of its tail (in which at most a tenth of its samples
-is still generated) without drafts, with drafts, and with drafts and a probe in every group. A step is the same work on
-every side; steps in which a card was late on any side are left out on all.
+real: tokens a second of a 52M-parameter model with drafts and without, in turns, at 1 to 32 running sequences; eight
+earlier responses to each prompt are known, which differ from it in a tenth of their tokens. small: the same of the
+long-answer model, whose steps take about a millisecond, over three epochs; also where no text repeats. paced: whole
+runs at staleness 0 on eight emulated cards that take the time of 910C dies under OLMoE-1B-7B, with the long-answer
+task: seconds of a step and of its tail (in which at most a tenth of its samples is still generated) without drafts,
+with drafts, and with drafts and a probe in every group. Steps in which a card was late on any side are left out on all.
 """
 
 import hashlib
 import json
 import random
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, progress
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, rows_of
 
 
-def check(args: Namespace) -> str:
+def check(args: Arguments) -> str:
     if args.texts and "texts" not in args.parts:
         return "--texts has an effect with --only texts"
     return "--only texts needs --texts" if "texts" in args.parts and not (args.texts or args.smoke) else ""
@@ -47,13 +39,8 @@ def check(args: Namespace) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "engines": "benchmarks.drafts:engines",
-        "texts": "benchmarks.drafts:texts",
-        "real": "benchmarks.drafts_decode:real",
-        "small": "benchmarks.drafts_decode:small",
-        "paced": "benchmarks.drafts_decode:paced",
-    },
+    {part: f"benchmarks.drafts:{part}" for part in ("engines", "texts")}
+    | {part: f"benchmarks.drafts_decode:{part}" for part in ("real", "small", "paced")},
     [
         Option("model", None, help="folder of a base model of worked_arithmetic (default: make one)"),
         Option("texts", None, help="of `texts`: recorded texts"),
@@ -68,9 +55,7 @@ BENCHMARK = Benchmark(
     sizes={"base": ("", "0"), "layers": (8, 1), "live": ((1, 2, 4, 8, 32), (1, 2)), "new_tokens": (128, 8)}
     | {"small_prompts": (64, 2), "cards": (8, 1), "paced_prompts": (64, 2), "speed": (4.8, 200.0)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 from benchmarks.models import PlainCpu, engine_of
 from benchmarks.runs import make_base, temporary_folder
@@ -79,14 +64,14 @@ from fusion.inference.config import DraftsConfig
 from fusion.inference.verification import Verification
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.drafter import TextDrafter
+from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 from tests.rollout.drafts.modelled_engines import Cluster, Tokens
 
 GROUP = 16
 FREE_BYTES = 3 << 30
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """``epochs``: what its group says in the first epoch and in the second; ``held_out``: it served no choice of the
     drafter's constants."""
 
@@ -95,13 +80,15 @@ class Problem:
     held_out: bool = False
 
 
-def long_answers(prompts: int, model: Transformer) -> list[Problem]:
-    """Return what the long-answer model says to every prompt."""
-    from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
+def prompts_of(count: int) -> PromptSource:
+    """Return the prompts of the long-answer task, of which an epoch has ``count``."""
+    data = DataConfig("worked_arithmetic", rows=count, prompts_per_step=count)
+    return PromptSource(data, make_tokenizer(), seed=0)
 
-    engine = engine_of(model, max_length=512, max_seqs=256)
-    data = DataConfig("worked_arithmetic", rows=prompts, prompts_per_step=prompts)
-    source, params = PromptSource(data, make_tokenizer(), seed=0), SamplingParams(max_tokens=256)
+
+def long_answers(prompts: int, model: Transformer) -> list[Problem]:
+    engine, source = engine_of(model, max_length=512, max_seqs=256), prompts_of(prompts)
+    params = SamplingParams(max_tokens=256)
     said: dict[tuple[int, ...], list[list[Tokens]]] = {}
     for prompt in [*source.next(), *source.next()]:
         engine.submit([Request(f"{prompt.id}/{i}", prompt.ids, params, prompt.id) for i in range(GROUP)])
@@ -112,13 +99,11 @@ def long_answers(prompts: int, model: Transformer) -> list[Problem]:
 
 def base_model(folder: str | None, target: str, made: Path) -> Path:
     """Return the folder of the base model of the long-answer task; make it, unless there is one."""
-    options = ["--target", target] if target else []
-    return Path(folder) if folder else make_base(made / "base", "worked_arithmetic", *options)
+    return Path(folder) if folder else make_base(made / "base", "worked_arithmetic", target=target)
 
 
 @lru_cache
 def long_answer_model(folder: str | None, target: str) -> Transformer:
-    """Load the base model of the long-answer task from its folder, or make it."""
     device: Any = PlainCpu(FREE_BYTES)
     with temporary_folder() as made:
         path = str(base_model(folder, target, made))
@@ -133,16 +118,14 @@ TOGETHER = 4
 """Responses of a group that all engines together decode at a time"""
 
 
-def engines(args: Namespace) -> Figures:
-    """Replay the responses of the second epoch on 1, 2 and 4 engines, with the exchange of text and without."""
+def engines(args: Arguments) -> Figures:
     groups = long_answers(args.prompts, long_answer_model(args.model, args.base))
-    figures: Figures = {}
     counts = ((1, False), (2, False), (2, True), (4, False), (4, True))
-    for name, (count, shares) in product(("siblings", "history", "both"), counts):
-        key = f"{name}_{count}" + "_exchange" * shares
-        figures[key] = _measure(groups, count, shares, name)
-        progress(key, figures[key])
-    return figures
+    cases = {
+        f"{name}_{count}" + "_exchange" * shares: (count, shares, name)
+        for name, (count, shares) in product(("siblings", "history", "both"), counts)
+    }
+    return rows_of(cases, lambda key: _measure(groups, *cases[key]))
 
 
 def _measure(groups: Sequence[Problem], count: int, shares: bool, name: str) -> Figures:
@@ -179,24 +162,16 @@ def _measure(groups: Sequence[Problem], count: int, shares: bool, name: str) -> 
 END, BLOCK_SIZE, VOCABULARY = 0, 16, 8192
 
 
-def texts(args: Namespace) -> Figures:
-    """Replay the second epoch of each half of the problems: from siblings, from history of the first, and from both."""
+def texts(args: Arguments) -> Figures:
     problems, figures = list(_problems(args)), Figures()
     for name in ("tuned", "held_out"):
         half = [one for one in problems if one.held_out == (name == "held_out")]
-        figures[name] = {"problems": len(half)} | {
-            source: drafted(half, source) for source in ("siblings", "history", "both")
-        }
-        progress(name, {source: figures[name][source]["tokens_per_forward"] for source in ("siblings", "both")})
+        found = rows_of(("siblings", "history", "both"), lambda source: drafted(half, source))  # noqa: B023
+        figures[name] = {"problems": len(half)} | found
     return figures
 
 
-def is_held_out(prompt: str) -> bool:
-    """Divide problems evenly, whatever else the file has."""
-    return bool(hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 2)
-
-
-def _problems(args: Namespace) -> Iterator[Problem]:
+def _problems(args: Arguments) -> Iterator[Problem]:
     """Yield the problems of a file: of each the first half of its samples are said in the second epoch, as siblings,
     the others in the first."""
     rows = [json.loads(line) for line in Path(args.texts).read_text().splitlines()] if args.texts else _toy_rows()
@@ -205,7 +180,8 @@ def _problems(args: Namespace) -> Iterator[Problem]:
     for prompt, row in zip(prompts, rows, strict=True):
         said = [[*encode(text), END] for text in row["samples"]]
         now, earlier = said[: len(said) // 2], said[len(said) // 2 :]
-        yield Problem(tuple(encode(prompt)), (earlier, now), is_held_out(prompt))
+        digest = hashlib.blake2b(prompt.encode(), digest_size=1).digest()
+        yield Problem(tuple(encode(prompt)), (earlier, now), held_out=bool(digest[0] % 2))
 
 
 def _toy_rows() -> list[dict[str, Any]]:
@@ -222,22 +198,17 @@ def _encoder(folder: str | None, corpus: Sequence[str]) -> Callable[[str], Token
 
         tokenizer = AutoTokenizer.from_pretrained(folder)
         return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    bpe, bytes_ = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
-    bpe.pre_tokenizer = bytes_(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=bytes_.alphabet(), show_progress=False
-    )
-    bpe.train_from_iterator(corpus, trainer)
+    bpe: Any = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(corpus, VOCABULARY, min_frequency=0, show_progress=False, special_tokens=["<end>"])
     return lambda text: bpe.encode(text).ids
 
 
 def drafted(problems: Sequence[Problem], source: str) -> Figures:
-    """Decode all responses to one prompt side by side, prompt after prompt, with a drafter that knows nothing at
-    first; count the second epoch."""
-    drafter = TextDrafter.of(DraftsConfig(source=source))
-    assert drafter is not None
+    """Decode all responses to one prompt side by side, prompt after prompt, with a new drafter; count the second
+    epoch."""
+    drafter: Any = TextDrafter.of(DraftsConfig(source=source))
     for epoch in (0, 1) if source != "siblings" else (1,):
         forwards, before = 0, sum(drafter.totals.drafted)
         for number, problem in enumerate(problems):
@@ -254,10 +225,8 @@ def drafted(problems: Sequence[Problem], source: str) -> Figures:
 def _decoded(drafter: TextDrafter, prompt: tuple[int, ...], group: str, texts_of_group: Sequence[Tokens]) -> int:
     """Decode responses side by side; return the forward passes of sequences."""
     params, forwards = SamplingParams(max_tokens=1 << 20, stop_token_ids=()), 0
-    live = []
-    for number, said in enumerate(texts_of_group):
-        request = Request(f"{group}/{number}", prompt, params, group)
-        live.append((sequence.Sequence.of(request, params, ()), said))
+    requests = (Request(f"{group}/{number}", prompt, params, group) for number in range(len(texts_of_group)))
+    live = [(sequence.Sequence.of(one, params, ()), said) for one, said in zip(requests, texts_of_group, strict=True)]
     while live:
         left = [said[len(seq.tokens) - seq.first_token :] for seq, said in live]
         drafts = drafter.draft([seq for seq, _ in live], [len(one) - 1 for one in left], 1 << 20)

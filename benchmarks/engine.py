@@ -1,23 +1,16 @@
 """Measure the engine against transformers' `generate` on one MoE checkpoint, and against its matrix products alone.
 
-qwen3_moe: grouped-query attention. deepseek_v3: latent attention of the same hidden size, layers and experts.
-
-equal: 64 sequences of 64 new tokens. ragged: 256 sequences of up to 256 new tokens that end at a stop token. Both
-sides sample at temperature 1 from the same weights and prompts; the engine also returns logprobs. Only useful tokens
-count: those that a batch computes after a sequence has ended do not. Every round runs all sides, in rotating order;
-figures are medians, and the ratio is that of the medians. The floor repeats the products with weight matrices of the
-engine's steps, with the same numbers of rows and evenly loaded experts, and nothing else (no attention).
+qwen3_moe: grouped-query attention. deepseek_v3: latent attention of the same hidden size, layers and experts. equal: 64
+sequences of 64 new tokens. ragged: 256 sequences of up to 256 new tokens that end at a stop token. Both sides sample at
+temperature 1 from the same weights and prompts; the engine also returns logprobs. Only tokens up to the stop token
+count. All sides run in turns; figures are medians. The floor repeats the products with weight matrices of the engine's
+steps, with the same numbers of rows and evenly loaded experts, and nothing else (no attention).
 """
 
-import sys
-from argparse import Namespace
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, medians, rows_of, timed, timed_result
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -31,15 +24,13 @@ BENCHMARK = Benchmark(
     "deepseek_v3.equal.ratio_to_hf >= 1.0, deepseek_v3.ragged.ratio_to_hf >= 2.5",
     sizes={"part_of_a_case": (1, 16)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
-from benchmarks.models import PlainCpu, engine_of
+from benchmarks.models import PlainCpu, engine_of, requests_of
 from benchmarks.runs import temporary_folder
-from fusion.inference import EmbeddedEngine, Request, SamplingParams
+from fusion.inference import EmbeddedEngine, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import GroupedQuery, Latent
 from fusion.npu import open_device
@@ -49,32 +40,30 @@ SIZES |= dict(num_attention_heads=4, num_experts_per_tok=2, moe_intermediate_siz
 SIZES |= dict(tie_word_embeddings=True, initializer_range=0.08, max_position_embeddings=1024)
 SIZES |= dict(eos_token_id=1, pad_token_id=0)
 LATENTS = dict(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
-SHAPES = {
-    "qwen3_moe": SIZES | dict(num_key_value_heads=2, head_dim=32, num_experts=8),
-    "deepseek_v3": SIZES
-    | LATENTS
-    | dict(num_key_value_heads=4, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1),
-}
+LATENTS |= dict(num_key_value_heads=4, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1)
+GROUPED = dict(num_key_value_heads=2, head_dim=32, num_experts=8)
+SHAPES = {"qwen3_moe": SIZES | GROUPED, "deepseek_v3": SIZES | LATENTS}
 """Family → the fields of its model"""
-CASES = {"equal": dict(batch=64, new_tokens=64, stop=()), "ragged": dict(batch=256, new_tokens=256, stop=(1,))}
+CASES: dict[str, tuple[int, int, tuple[int, ...]]] = {"equal": (64, 64, ()), "ragged": (256, 256, (1,))}
+"""Sequences, new tokens, and stop tokens"""
 PROMPT_TOKENS = 16
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure both cases on one model."""
+def measure(args: Arguments) -> Figures:
     torch.set_num_threads(1)
     device: Any = PlainCpu() if args.device == "cpu" else open_device(args.device)
     hf, engine = build(device, args.family)
-    figures: Figures = {}
-    for name, case in CASES.items():
-        batch, new_tokens = (case[key] // args.part_of_a_case for key in ("batch", "new_tokens"))  # type: ignore[operator]
-        prompts = torch.randint(2, SIZES["vocab_size"], (batch, PROMPT_TOKENS), generator=torch.manual_seed(1))  # type: ignore[arg-type]
-        figures[name] = Sides(hf, engine, device, prompts, new_tokens, case["stop"]).measure(args.rounds)  # type: ignore[arg-type]
-    return {args.family: figures}
+
+    def measure_case(name: str) -> Figures:
+        batch, new_tokens, stop = CASES[name]
+        size = batch // args.part_of_a_case, PROMPT_TOKENS
+        prompts = torch.randint(2, SIZES["vocab_size"], size, generator=torch.manual_seed(1))
+        return Sides(hf, engine, device, prompts, new_tokens // args.part_of_a_case, stop).measure(args.rounds)
+
+    return {args.family: rows_of(CASES, measure_case)}
 
 
 def build(device: Any, family: str) -> tuple[Any, EmbeddedEngine]:
-    """Load transformers' model and the engine from one checkpoint folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with temporary_folder() as folder:
@@ -85,14 +74,13 @@ def build(device: Any, family: str) -> tuple[Any, EmbeddedEngine]:
             hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
         model = Transformer(ModelConfig.from_hf(str(folder)), Mesh.single(), device)
         load_weights(model, str(folder))
-    limits = dict(max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5)
-    return hf, engine_of(model, **limits)
+    return hf, engine_of(model, max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5)
 
 
 @dataclass
 class Sides:
     """The sides on one batch of prompts. ``rows``: of the weight matrices' products in the steps of the engine's latest
-    run, which the floor repeats."""
+    run, which the floor repeats; ``tokens``: that it generated."""
 
     hf: Any
     engine: EmbeddedEngine
@@ -112,10 +100,10 @@ class Sides:
         return figures
 
     def run_engine(self, round: int) -> float:
-        engine, rows, outputs = self.engine, [], []  # type: ignore[var-annotated]
+        engine, rows, outputs = self.engine, list[int](), list[Any]()
         engine.policy_version = round  # so that no cached prefix of the previous round is reused
         params = SamplingParams(max_tokens=self.new_tokens, stop_token_ids=self.stop)
-        requests = [Request(f"{round}-{i}", tuple(row), params) for i, row in enumerate(self.prompts.tolist())]
+        requests = requests_of(self.prompts.tolist(), params, round)
 
         def generate() -> None:
             engine.submit(requests)
@@ -129,21 +117,17 @@ class Sides:
         return self.tokens / seconds
 
     def run_hf(self, round: int) -> float:
-        ids = self.prompts.to(self.device.torch_device)
-        self.hf.generation_config.eos_token_id = self.stop[0] if self.stop else None
+        ids, stop = self.prompts.to(self.device.torch_device), self.stop[0] if self.stop else None
+        self.hf.generation_config.eos_token_id = stop
         sampling: Any = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=self.new_tokens)
-        sequences: list[torch.Tensor] = []
 
-        def generate() -> None:
+        def generate() -> torch.Tensor:
             with torch.inference_mode():
-                output = self.hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **sampling)
-                sequences.append(output.cpu())
+                return self.hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **sampling).cpu()
 
-        seconds = timed(generate, device=self.device)
-        new = sequences[0][:, PROMPT_TOKENS:]
-        stop = self.stop[0] if self.stop else -1
-        ended = (new == stop).long().cumsum(1)
-        useful = int(((ended == 0) | ((ended == 1) & (new == stop))).sum())
+        seconds, sequences = timed_result(generate, device=self.device)
+        stops = (sequences[:, PROMPT_TOKENS:] == (-1 if stop is None else stop)).long()
+        useful = int((stops.cumsum(1) - stops == 0).sum())  # up to the first stop token
         return useful / seconds
 
     def run_floor(self, round: int) -> float:
@@ -158,14 +142,14 @@ def run_products(model: Transformer, rows: list[int]) -> None:
             share = -(-n * config.top_k // config.num_experts)
             for layer in model.layers.values():
                 _run_attention_products(layer.attention, n)
-                mlp = layer.moe.shared if layer.is_sparse else layer.mlp
-                matrices = [(weight, n) for weight in ((mlp.gate_up, mlp.down) if mlp is not None else ())]
+                dense = layer.moe.shared if layer.is_sparse else layer.mlp
+                mlps = [(dense, n)] if dense is not None else []
                 if layer.is_sparse:
-                    matrices.append((layer.moe.router, n))
-                    experts = layer.moe.experts.values()
-                    matrices += [(weight, share) for expert in experts for weight in (expert.gate_up, expert.down)]
-                for weight, count in matrices:
-                    _multiply(weight, count)
+                    _multiply(layer.moe.router, n)
+                    mlps += [(expert, share) for expert in layer.moe.experts.values()]
+                for mlp, count in mlps:
+                    _multiply(mlp.gate_up, count)
+                    _multiply(mlp.down, count)
             _multiply(model.lm_head, n)
 
 

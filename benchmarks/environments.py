@@ -6,32 +6,24 @@ share of a core that of both together. Floor: as many sleeping tasks of asyncio 
 
 zero_latency, latency, kv: conversations on an engine of a paced card (OLMoE-1B-7B on a 910C die) whose environments
 answer at once, or after ten decode steps. ratio: tokens/s over those of responses of one turn with as many sampled
-tokens, the two in turns, of the medians over the rounds. occupancy: share of the slots that decode. restored: share of
-the context of later turns whose KV is not computed again.
+tokens, in turns, medians over the rounds. occupancy: share of the slots that decode. restored: share of the context of
+later turns whose KV is not computed again.
 """
 
 import heapq
-import sys
 import time
-from argparse import Namespace
-from collections.abc import Sequence
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from functools import cache
 from statistics import mean
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of, progress
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, medians_of, progress
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "pool": "benchmarks.environments_pool:away",
-        "zero_latency": "benchmarks.environments:zero_latency",
-        "latency": "benchmarks.environments:with_latency",
-        "kv": "benchmarks.environments:kv",
-    },
+    {"pool": "benchmarks.environments_pool:away"}
+    | {part: f"benchmarks.environments:{part}" for part in ("zero_latency", "latency", "kv")},
     [
         Option("conversations", 1000, smoke=20, help="that are away at once"),
         Option("latency_s", 10.0, smoke=0.2, help="of an environment's step, where they take turns"),
@@ -46,25 +38,23 @@ BENCHMARK = Benchmark(
     "pool.waiting_mb <= 200, pool.turning_mb <= 200, pool.waiting_core <= 0.05, zero_latency.ratio >= 0.95, "
     "latency.occupancy >= 0.9, kv.restored >= 0.95",
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
-from benchmarks.models import randomise
+from benchmarks.models import model_of
 from distqueue import LocalQueue, PackedBatch
 from fusion.colocate.paced import PacedEngine
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.pace import EngineCost, Pace
 from fusion.costmodel.presets import load_shape
 from fusion.inference import Request, SamplingParams
-from fusion.model import Mesh, Parallel, Transformer
+from fusion.model import Parallel
 from fusion.npu import open_device
 from fusion.npu.pacer import Pacer
 from fusion.offload import HostPool
 from fusion.resources import SHAPES
-from fusion.rollout import EndedConversation, EngineRoom, Entry, RequestBuffer, SuspendedSample
+from fusion.rollout import EndedConversation, EngineRoom, RequestBuffer, SuspendedSample
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.partial_samples import OBSERVATION
 from fusion.telemetry import Metrics, Timeline
@@ -81,10 +71,9 @@ MAX_REQUESTS = 1.5
 
 
 class Side:
-    """One run of conversations of ``num_turns``, in which as many tokens are sampled whatever their number: the engine,
-    its buffer, and the conversations that are away."""
+    """A run of conversations of ``num_turns``, in which as many tokens are sampled whatever their number."""
 
-    def __init__(self, args: Namespace, num_turns: int, latency_s: float = 0.0) -> None:
+    def __init__(self, args: Arguments, num_turns: int, latency_s: float = 0.0) -> None:
         self.queue, self.buffer = LocalQueue(["train"]), RequestBuffer()
         self.slots, self.in_progress, self.num_turns = args.slots, IN_PROGRESS * args.slots, num_turns
         self.count, self.latency_s = WAVES * self.in_progress, latency_s
@@ -93,27 +82,23 @@ class Side:
         self.max_tokens = num_turns * self.turn_tokens + (num_turns - 1) * self.observation + 1
         pace = Pace(load_shape("olmoe_7b", SHAPES).shape, hardware_named("ascend_910c"), 1, args.speed)
         self.pacer, device = Pacer(), open_device("emulated")
-        model = randomise(Transformer(tiny_config(experts=False, num_hidden_layers=1), Mesh.single(), device))
-        model.requires_grad_(False)
+        model = model_of(tiny_config(experts=False, num_hidden_layers=1), device).requires_grad_(False)
         longest = PROMPT_TOKENS + self.max_tokens
         limits = dict(max_length=longest, max_seqs=self.slots, max_kv_tokens=self.in_progress * (longest + 16))
         config = rollout_config(max_batch_tokens=512, prefix_cache=False, suspended="keep", **limits)
         cost = EngineCost(pace, Parallel(), full_batch=self.slots)
-        parts = dict(memory=HostPool(device), pacer=self.pacer, cost=cost)
-        self.engine = PacedEngine(model, model.mesh, device, config, **parts)
+        memory = HostPool(device)
+        self.engine = PacedEngine(model, model.mesh, device, config, memory=memory, pacer=self.pacer, cost=cost)
         self.engine.allocate_kv()
         self.stage = EngineStage(self.engine, self.queue, turns=self.num_turns > 1)
-        self.begun = self.ended = 0
-        self.turns: dict[str, int] = {}
-        """Number of turns that have ended, by conversation"""
-        self.away: list[tuple[float, str]] = []
-        """(when the environment answers, conversation), a heap"""
+        self.begun, self.turns, self.away = 0, Counter[str](), list[tuple[float, str]]()
+        """Conversations; turns that have ended, by conversation; (when its environment answers, it), a heap"""
 
     def run(self) -> Figures:
         with ThreadPoolExecutor(1) as threads:
             for _ in range(self.in_progress):
                 self._begin()
-            first = self._requests(self._dispatch())
+            first = self._dispatch()
             running = threads.submit(self.stage.run, first, stay=True, metrics=Metrics(), timeline=Timeline("card"))
             try:
                 return self._measure(running)
@@ -134,8 +119,8 @@ class Side:
                 heapq.heappush(self.away, (time.perf_counter() + self.latency_s, one.id))
             self._answer()
             self._take_finished()
-            if entries := self._dispatch():
-                self.stage.submit(self._requests(entries))
+            if requests := self._dispatch():
+                self.stage.submit(requests)
             if forgotten := self.buffer.take_left_kv():
                 engine.forget(forgotten[0])
             if start is None and self.begun > self.in_progress:
@@ -159,19 +144,14 @@ class Side:
         return {**self.engine.status(), **pacer, "seconds": time.perf_counter()}
 
     def _begin(self) -> None:
-        id = f"g{self.begun}/0"
-        self.buffer.add(id[:-2], [id], PROMPT_TOKENS, self.max_tokens)
-        self.turns[id] = 0
+        self.buffer.add(f"g{self.begun}", [f"g{self.begun}/0"], PROMPT_TOKENS, self.max_tokens)
         self.begun += 1
 
-    def _dispatch(self) -> Sequence[Entry]:
+    def _dispatch(self) -> list[Request]:
         room = EngineRoom(round(MAX_REQUESTS * self.slots))
-        return self.buffer.dispatch([0], room)[0] if self.buffer.num("waiting") else ()
-
-    def _requests(self, entries: Sequence[Entry]) -> list[Request]:
         params = SamplingParams(max_tokens=self.max_tokens, stop_token_ids=())
         several, found = self.num_turns > 1, []
-        for entry in entries:
+        for entry in self.buffer.dispatch([0], room)[0] if self.buffer.num("waiting") else ():
             before: Any = dict(earlier=entry.earlier, observation=entry.observation)
             before |= dict(kv_rank=entry.kv[1] if entry.kv else None, exact_tokens=self.turn_tokens)
             found.append(Request(entry.id, _prompt(entry.id), params, group=entry.group, turns=several, **before))
@@ -193,10 +173,9 @@ class Side:
 
     def _take_finished(self) -> None:
         finished = [id for id in self.queue.holding("response") if id in self.buffer.entries]
-        if not finished:
-            return
-        self.buffer.finish({id: self.max_tokens - 1 for id in finished})
-        self.queue.drop(finished, "measured")
+        if finished:
+            self.buffer.finish({id: self.max_tokens - 1 for id in finished})
+            self.queue.drop(finished, "measured")
         for id in finished:
             self.buffer.remove(id[:-2])
             if self.begun < self.count:
@@ -208,41 +187,26 @@ def _prompt(id: str) -> tuple[int, ...]:
     return tuple(2 + (number + position) % 29 for position in range(PROMPT_TOKENS))
 
 
-def run(args: Namespace, num_turns: int, latency_s: float = 0.0) -> Figures:
-    found = Side(args, num_turns, latency_s).run()
-    progress(f"{num_turns} turns, latency {latency_s:.3f} s", found)
-    return found
+def run(args: Arguments, num_turns: int, latency_s: float = 0.0) -> Figures:
+    return progress(f"{num_turns} turns, latency {latency_s:.3f} s", Side(args, num_turns, latency_s).run())
 
 
-_found: dict[str, Figures] = {}
-"""What parts share: figures of conversations of a `single` turn, of `several`, and with `latency`"""
-
-
-def at_once(args: Namespace) -> dict[str, Figures]:
-    """Run conversations of one turn and of several in turns, once; their environments answer at once."""
-    if not _found:
-        turns = {"single": 1, "several": args.turns}
-        sides = {name: lambda _, count=count: run(args, count) for name, count in turns.items()}
-        _found.update({name: medians_of(found) for name, found in in_turns(sides, args.rounds, warm_ups=0).items()})
-    return {name: _found[name] for name in ("single", "several")}
-
-
-def with_latency(args: Namespace) -> Figures:
-    """Run conversations of several turns, once, whose environments answer after `STEPS_AWAY` decode steps."""
-    latency_s = STEPS_AWAY * at_once(args)["several"]["step_s"]
-    if "latency" not in _found:
-        found = [run(args, args.turns, latency_s) for _ in range(args.rounds)]
-        _found["latency"] = {"latency_s": latency_s, **medians_of(found)}
-    return _found["latency"]
-
-
-def zero_latency(args: Namespace) -> Figures:
+@cache
+def zero_latency(args: Arguments) -> Figures:
     """Compare conversations whose environment answers at once with responses of one turn."""
-    sides = at_once(args)
-    return {"ratio": sides["several"]["tokens_per_s"] / sides["single"]["tokens_per_s"], **sides}
+    turns = {"single": 1, "several": args.turns}
+    sides = {name: lambda _, count=count: run(args, count) for name, count in turns.items()}
+    figures = {name: medians_of(found) for name, found in in_turns(sides, args.rounds, warm_ups=0).items()}
+    return {"ratio": figures["several"]["tokens_per_s"] / figures["single"]["tokens_per_s"], **figures}
 
 
-def kv(args: Namespace) -> Figures:
+@cache
+def latency(args: Arguments) -> Figures:
+    """Run conversations of several turns whose environments answer after `STEPS_AWAY` decode steps."""
+    latency_s = STEPS_AWAY * zero_latency(args)["several"]["step_s"]
+    return {"latency_s": latency_s} | medians_of([run(args, args.turns, latency_s) for _ in range(args.rounds)])
+
+
+def kv(args: Arguments) -> Figures:
     """Return the share of the context of later turns whose KV is restored, with the latency and at once."""
-    found = {"restored": with_latency(args), "restored_at_once": at_once(args)["several"]}
-    return {name: one["restored"] for name, one in found.items()}
+    return {"restored": latency(args)["restored"], "restored_at_once": zero_latency(args)["several"]["restored"]}

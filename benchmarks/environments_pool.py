@@ -1,8 +1,5 @@
 """Measure conversations that are away in a process of a pool. The file is also the environment that they have."""
 
-from __future__ import annotations
-
-import argparse
 import asyncio
 import os
 import subprocess
@@ -11,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fusion.environments import EnvironmentConfig, EnvPool, Message, StepOrder, Task, Turn
 
@@ -26,6 +24,7 @@ async def main(count):
 
 asyncio.run(main(int(sys.argv[1])))
 """
+"""A process that has nothing but sleeping tasks"""
 
 
 class Waiting:
@@ -71,20 +70,18 @@ class Conversations:
         return content
 
 
-def away(args: argparse.Namespace) -> dict[str, float]:
-    """Return figures of conversations that wait, and of as many that take turns."""
-    news = threading.Semaphore(0)
-    config = EnvironmentConfig(
-        name="custom", path=f"{__file__}:Waiting", step_timeout_s=3600, episode_timeout_s=36000, workers=1
-    )
+def away(args: Any) -> dict[str, float]:
+    from benchmarks.harness import resident_bytes  # the pool's process imports this file, and its memory is a figure
+
+    news, count, limits = threading.Semaphore(0), args.conversations, dict(step_timeout_s=3600, episode_timeout_s=36000)
+    config = EnvironmentConfig(name="custom", path=f"{__file__}:Waiting", workers=1, **limits)
     with EnvPool(config, news.release) as pool:
-        count = args.conversations
         one = Conversations(pool, news, 1)
         one.step(0, "0")
         pid = int(one.take(lambda _: None, time.monotonic() + 1))
         pool.end(["0"])
-        idle_mb = (resident(pid) / MB, resident(os.getpid()) / MB)
-        figures: dict[str, float] = {"idle_mb": idle_mb[0]}
+        idle = resident_bytes(pid), resident_bytes()
+        figures: dict[str, float] = {"idle_mb": idle[0] / MB}
         figures["idle_core"] = core_share(pid, lambda: time.sleep(args.seconds / 3))
         all_of_them = Conversations(pool, news, count)
         for number in range(count):
@@ -95,7 +92,7 @@ def away(args: argparse.Namespace) -> dict[str, float]:
             all_of_them.step(number, str(args.seconds + 5))
         time.sleep(2)
         figures["waiting_core"] = core_share(pid, lambda: time.sleep(args.seconds))
-        figures["waiting_mb"] = resident(pid) / MB + resident(os.getpid()) / MB - sum(idle_mb)
+        figures["waiting_mb"] = (resident_bytes(pid) + resident_bytes() - sum(idle)) / MB
 
         def again(number: int) -> None:
             # Spread over the latency: all of them have waited equally long.
@@ -104,33 +101,21 @@ def away(args: argparse.Namespace) -> dict[str, float]:
 
         all_of_them.take(again, time.monotonic() + 5 + 2 * args.latency_s)
         before, started = all_of_them.num_ended, time.monotonic()
-        until_s = started + args.seconds
-        figures["turning_core"] = core_share(pid, lambda: all_of_them.take(again, until_s))
+        figures["turning_core"] = core_share(pid, lambda: all_of_them.take(again, started + args.seconds))
         figures["turning_steps_per_s"] = (all_of_them.num_ended - before) / (time.monotonic() - started)
-        figures["turning_mb"] = resident(pid) / MB + resident(os.getpid()) / MB - sum(idle_mb)
-    return figures | {"floor_mb": floor_mb(count)}
+        figures["turning_mb"] = (resident_bytes(pid) + resident_bytes() - sum(idle)) / MB
+    done = subprocess.run([sys.executable, "-c", SLEEPERS, str(count)], capture_output=True, text=True, check=True)
+    before, after = (int(line) * os.sysconf("SC_PAGE_SIZE") / MB for line in done.stdout.split())
+    return figures | {"floor_mb": after - before}
 
 
 def core_share(pid: int, work: Callable[[], object]) -> float:
     """Return the share of a core that this process and another use during the work."""
-    used, started = time.process_time() + cpu_s(pid), time.monotonic()
+
+    def cpu_s() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    used, started = cpu_s(), time.monotonic()
     work()
-    return (time.process_time() + cpu_s(pid) - used) / (time.monotonic() - started)
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def resident(pid: int) -> int:
-    """Return the resident bytes of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def floor_mb(count: int) -> float:
-    """Return the memory of sleeping tasks in a process that has nothing else."""
-    done = subprocess.run([sys.executable, "-c", SLEEPERS, str(count)], capture_output=True, text=True, check=True)
-    before, after = (int(line) * os.sysconf("SC_PAGE_SIZE") / MB for line in done.stdout.split())
-    return after - before
+    return (cpu_s() - used) / (time.monotonic() - started)

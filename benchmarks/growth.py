@@ -4,26 +4,18 @@ controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 
 names, 64 engines of 256 sequences (`tests/stalesync/loop/named_cards.py`). queue: samples per second of puts, gets and
 acks while 10k to 1M are held, and bytes a sample. memory: of each process of a run that suspends, drafts, saves and
 evaluates, beside its floor, a Ray without any work; and bytes of its folder: means of a tenth of the steps behind step
-100, or half of them, and at the end.
-
-Times are CPU times. How much longer this machine computes than the reference machine (`tests/machine.py`) is measured
-beside each; figures and targets are of the reference machine.
+100, or half of them, and at the end. Times are CPU times, as the reference machine (`tests/machine.py`) would take.
 """
 
 import gc
-import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, progress, resident_bytes, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, resident_bytes, rows_of, timed, timed_result
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -37,9 +29,7 @@ BENCHMARK = Benchmark(
     sizes={"groups": ((64, 256, 1024, 4096, 16384), (16, 64)), "min_groups": (8192, 64), "rounds": (3, 1)}
     | {"held": ((10_000, 100_000, 1_000_000), (1_000, 5_000)), "batch": (4096, 512)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
@@ -63,16 +53,16 @@ def cpu_s(work: Callable[[], object]) -> float:
 # ---- controller
 
 
-def controller(args: Namespace) -> Figures:
-    """Measure the controller at staleness 0 and 1."""
-    figures: Figures = {}
-    for staleness, groups in product((0, 1), args.groups):
-        calls: list[float] = []
-        measure = partial(controller_us, groups, staleness, args.min_groups, calls)
-        us = on_reference(measure, max(1, args.rounds - (groups >= 16384)))
-        figures[f"staleness {staleness}, {groups}"] = {"us_a_group": us, "queue_calls": calls[-1]}
-        progress(f"staleness {staleness}, {groups} groups", {"us_a_group": us})
-    return figures
+def controller(args: Arguments) -> Figures:
+    cases = {f"staleness {bound}, {groups}": (bound, groups) for bound, groups in product((0, 1), args.groups)}
+
+    def measure(case: str) -> Figures:
+        (staleness, groups), calls = cases[case], list[float]()
+        work = partial(controller_us, groups, staleness, args.min_groups, calls)
+        us = on_reference(work, max(1, args.rounds - (groups >= 16384)))
+        return {"us_a_group": us, "queue_calls": calls[-1]}
+
+    return rows_of(cases, measure)
 
 
 def controller_us(groups: int, staleness: int, min_groups: int, queue_calls: list[float]) -> float:
@@ -97,14 +87,10 @@ def controller_us(groups: int, staleness: int, min_groups: int, queue_calls: lis
 # ---- queue
 
 
-def queue(args: Namespace) -> Figures:
-    """Measure a queue that holds many samples, each size in a process of its own."""
-    figures: Figures = {}
-    for held in args.held:
-        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            figures[f"{held:,} held"] = pool.apply(measure_queue, (held, args.batch))
-        progress(f"{held:,} held", figures[f"{held:,} held"])
-    return figures
+def queue(args: Arguments) -> Figures:
+    cases = {f"{held:,} held": held for held in args.held}
+    with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return rows_of(cases, lambda case: pool.apply(measure_queue, (cases[case], args.batch)))
 
 
 def measure_queue(held: int, size: int, rounds: int = 20) -> Figures:
@@ -124,12 +110,14 @@ def measure_queue(held: int, size: int, rounds: int = 20) -> Figures:
         queue.put(batch(start, min(size, held - start)))
     gc.collect()
     bytes_held = (resident_bytes() - before) / held
-    seconds, taken = dict.fromkeys(("put", "get", "ack"), 0.0), list[PackedBatch]()
+    seconds = dict.fromkeys(("put", "get", "ack"), 0.0)
     for number in range(rounds):
         seconds["put"] += cpu_s(partial(queue.put, batch(held + number * size, size)))
         for task in ("reward", "train"):
-            seconds["get"] += cpu_s(lambda: taken.append(queue.get(task, ["response"], size, partial=True)))  # noqa: B023
-            seconds["ack"] += cpu_s(partial(queue.ack, task, taken.pop().ids))
+            get = partial(queue.get, task, ["response"], size, partial=True)
+            get_s, taken = timed_result(get, time.process_time)
+            seconds["get"] += get_s
+            seconds["ack"] += cpu_s(partial(queue.ack, task, taken.ids))
     times = {"put": 1, "get": 2, "ack": 2}
     rates = {f"{name}_samples_per_s": times[name] * rounds * size / total for name, total in seconds.items()}
     return rates | {"bytes_per_sample": bytes_held}

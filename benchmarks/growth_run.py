@@ -1,27 +1,22 @@
 """Measure, in a real run of a tiny model, the memory of its processes and the bytes of its folder.
 
-The run is one as `scripts/train.py` starts it, and writes a line per step. `memory`: resident anonymous bytes of each
-process of the run; `folder`: bytes of the run's folder without checkpoints, model and logs; `time`: seconds of a clock
-that all processes share.
-
-The floor of the memory of Ray's own processes is that of a Ray without any work, started beside the run; that of the
-queue an actor of it which answers as many calls as the queue, and keeps nothing.
+A run as `scripts/train.py` starts it writes a line per step: `memory`: resident anonymous bytes of each process of the
+run; `folder`: bytes of the run's folder without checkpoints, model and logs; `time`: seconds of a clock that all
+processes share. The floor of the memory of Ray's own processes is that of a Ray without any work beside the run; that
+of the queue an actor of it which answers as many calls as the queue, and keeps nothing.
 """
-
-from __future__ import annotations
 
 import json
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.harness import ROOT, Figures
+from benchmarks.harness import ROOT, Arguments, Figures
 from benchmarks.runs import temporary_folder, train
 from distqueue.actor import MAX_CALLS
 from tests.chaos.space import anonymous_bytes
@@ -39,43 +34,33 @@ CALLS_A_SECOND, PAYLOAD = 100, bytes(2000)
 WAIT_S, STEP_S = 900, 5
 """Seconds a run may take; a step may take in a longer one"""
 Record = dict[str, Any]
-
-
-def run(folder: Path, steps: int) -> list[Record]:
-    """Run ``steps`` steps; return the record of each."""
-    code = "from benchmarks.growth_run import observed_run; observed_run()"
-    train(
-        folder / "home",
-        [*OPTIONS, f"model.path={folder / 'model'}", f"run.steps={steps}"],
-        command=[sys.executable, "-c", code, str(folder / "record.jsonl")],
-        timeout_s=max(WAIT_S, STEP_S * steps),
-    )
-    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-
-
-def memory(args: Namespace) -> Figures:
-    """Measure each process behind the first steps and at the end."""
-    first = min(SETTLED, args.steps // 2)
-    with temporary_folder() as folder:
-        runnable_checkpoint(folder / "model", **MINIMAL)
-        with idle_ray(folder / "idle.jsonl") as record:
-            records = run(folder, args.steps)
-        idle = [json.loads(line) for line in record.read_text().splitlines()]
-    floor = growth_of_floor(idle, records, first)
-    sizes = growth_of_memory(records, first) | {
-        f"idle {n}": s for n, s in floor.items() if n.split()[0] in ("gcs", "raylet", "ray::Echo")
-    }
-    figures: Figures = {}
-    for name, (before, after) in sizes.items():
-        grown = {"floor" if name.startswith("idle ") else "growth": after / before - 1}
-        figures[name] = {"before_mb": before / 1e6, "after_mb": after / 1e6} | grown
-    written = records[-1]["folder"] - records[first - 1]["folder"]
-    return figures | {"folder_bytes_a_step": written / (len(records) - first)}
-
-
 Growth = dict[str, tuple[float, float]]
 """Mean memory of a process over a tenth of the steps behind a step, and over the last tenth; of those that live all the
 time between"""
+
+
+def memory(args: Arguments) -> Figures:
+    first = min(SETTLED, args.steps // 2)
+    with temporary_folder() as folder:
+        runnable_checkpoint(folder / "model", **MINIMAL)
+        with idle_ray(folder / "idle.jsonl"):
+            code = "from benchmarks.growth_run import observed_run; observed_run()"
+            options = [*OPTIONS, f"model.path={folder / 'model'}", f"run.steps={args.steps}"]
+            command = [sys.executable, "-c", code, str(folder / "record.jsonl")]
+            train(folder / "home", options, command=command, timeout_s=max(WAIT_S, STEP_S * args.steps))
+        records, idle = (
+            [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+            for name in ("record", "idle")
+        )
+    of_ray = ("gcs", "raylet", "ray::Echo")
+    floor = {f"idle {n}": s for n, s in growth_of_floor(idle, records, first).items() if n.split()[0] in of_ray}
+    sizes = growth_of_memory(records, first) | floor
+    figures: Figures = {}
+    for name, (before, after) in sizes.items():
+        kind = "floor" if name in floor else "growth"
+        figures[name] = {"before_mb": before / 1e6, "after_mb": after / 1e6, kind: after / before - 1}
+    written = records[-1]["folder"] - records[first - 1]["folder"]
+    return figures | {"folder_bytes_a_step": written / (len(records) - first)}
 
 
 def growth_of_memory(records: list[Record], first: int) -> Growth:
@@ -99,13 +84,13 @@ def _growth(series: list[dict[str, int]], *parts: list[dict[str, int]]) -> Growt
 
 
 @contextmanager
-def idle_ray(record: Path) -> Iterator[Path]:
-    """Keep a Ray without any work beside the block; yield a file with a line of its memory each second."""
+def idle_ray(record: Path) -> Iterator[None]:
+    """Keep a Ray without any work beside the block, and a file with a line of its memory each second."""
     command = [sys.executable, "-c", "from benchmarks.growth_run import observe_idle; observe_idle()"]
     with record.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=out)
     try:
-        yield record
+        yield
     finally:
         process.communicate()
 
@@ -131,27 +116,23 @@ def observe_idle() -> None:
 
 
 def observed_run() -> None:
-    """Run `scripts/train.py` in this process, whose first argument is the record and the others are overrides."""
+    """Run `scripts/train.py` in this process, whose first argument is the record and the others are overrides; its
+    controller writes a line of the record after each step."""
     sys.path.insert(0, str(ROOT / "scripts"))
     import train as script
 
-    observe(sys.argv.pop(1))
-    script.main()
-
-
-def observe(record: str) -> None:
-    """Make the controller of this process write a line of ``record`` after each step."""
     from stalesync.loop.controller import Controller
 
-    train_step = Controller.train_step
+    train_step, record = Controller.train_step, sys.argv.pop(1)
 
     def recorded_step(self: Controller) -> None:
         train_step(self)
         line = {"memory": anonymous_bytes(), "folder": _folder_bytes(self.folder.path), "time": time.monotonic()}
         with open(record, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), file=file)
 
     Controller.train_step = recorded_step  # type: ignore[method-assign]
+    script.main()
 
 
 def _folder_bytes(folder: Path) -> int:

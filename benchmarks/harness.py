@@ -6,13 +6,11 @@
         [Option("rounds", 5, smoke=1, help="…")],
         "queue.*.bytes_per_sample <= 1000",                 targets of figures by their path; `*` matches
     )
+    BENCHMARK.run_as(__name__)                              what takes time is imported behind it: --help needs no torch
 
-Parts are named, not imported. As a command a benchmark calls `main` next, and imports what takes time below that, so
-that --help waits for neither torch nor Ray. Figures are dicts of numbers, by name, and of such dicts. ``--smoke`` runs
-the same parts with the toy sizes of the options: it shows that a benchmark works, and measures nothing.
+Figures are dicts of numbers, by name, and of such dicts. ``--smoke`` runs the same parts with the toy sizes of the
+options: it shows that a benchmark works, and measures nothing.
 """
-
-from __future__ import annotations
 
 import argparse
 import importlib
@@ -24,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -36,13 +34,15 @@ Figures = dict[str, Any]
 Result = TypeVar("Result")
 
 
+class Arguments(argparse.Namespace):
+    """The settings of a run; what is measured once for several parts is cached by them."""
+
+    __hash__ = object.__hash__
+
+
 @dataclass(frozen=True)
 class Option:
-    """A setting of a benchmark: a field of the arguments.
-
-    Attributes:
-        smoke: its value with --smoke; None: the default.
-    """
+    """A setting of a benchmark: a field of the arguments. ``smoke``: its value with --smoke; None: the default."""
 
     name: str
     default: Any
@@ -82,9 +82,9 @@ class Benchmark:
     extra: str | None = None
     must_hold: bool = False
     sizes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    check: Callable[[argparse.Namespace], str] = lambda args: ""
+    check: Callable[[Arguments], str] = lambda args: ""
 
-    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def parse(self, arguments: Sequence[str] | None = None) -> Arguments:
         """Parse a command line; ends the process where it is wrong, as argparse does."""
         parser = argparse.ArgumentParser(description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--json", type=Path, help="write figures, machine and commit to this file")
@@ -95,7 +95,7 @@ class Benchmark:
             option.add_to(parser)
         if self.extra:
             parser.add_argument("overrides", nargs="*", help=self.extra)
-        args = parser.parse_args(arguments)
+        args = parser.parse_args(arguments, Arguments())
         only = getattr(args, "only", None)
         args.parts = list(self.default or self.parts) if only is None else only.split(",")
         if unknown := [name for name in args.parts if name not in self.parts]:
@@ -111,11 +111,14 @@ class Benchmark:
             setattr(args, name, values[args.smoke])
         return args
 
+    def run_as(self, name: str) -> None:
+        """Run a benchmark's command line and end the process, if its module is the script that was started."""
+        if name == "__main__":
+            sys.exit(self.main())
+
     def main(self, arguments: Sequence[str] | None = None) -> None:
         """Measure the parts, print their figures, and write them to --json."""
         args = self.parse(arguments)
-        here = str(ROOT / "benchmarks")
-        sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in (here, str(ROOT)))]  # it hides packages
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["PYTHONPATH"] = str(ROOT)
         about = machine()
@@ -137,7 +140,6 @@ class Benchmark:
 
 
 def machine() -> dict[str, Any]:
-    """Return where and when figures are measured."""
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -177,7 +179,6 @@ def rendered(figures: Mapping[str, Any], name: str = "") -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Format a figure."""
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return str(value)
     if isinstance(value, (list, tuple)):
@@ -203,10 +204,16 @@ def leaves(figures: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
             yield f"{path}{name}", value
 
 
-def progress(name: str, figures: Mapping[str, Any]) -> None:
-    """Print the numbers of one row, as they come."""
+def progress(name: str, figures: Figures) -> Figures:
+    """Print the numbers of one row, as they come; return it."""
     numbers = ((key, value) for key, value in figures.items() if not isinstance(value, (Mapping, list)))
     print(f"{name}:", ", ".join(f"{key} {shown(value)}" for key, value in numbers), flush=True)
+    return figures
+
+
+def rows_of(cases: Iterable[Any], measure: Callable[[Any], Figures]) -> Figures:
+    """Measure case after case, and print its row; return the rows by the case's name."""
+    return {str(case): progress(str(case), measure(case)) for case in cases}
 
 
 # ---- sides
@@ -240,22 +247,30 @@ def medians_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median over rounds of ``theirs`` over ``ours``: how many times as fast ours is, of seconds."""
-    return statistics.median(other / own for own, other in zip(ours, theirs, strict=True))
+def ratio_in_turns(sides: Mapping[str, Callable[[int], float]], rounds: int) -> Figures:
+    """Return the median seconds of two sides that run in turns, and the ratio of the first to the second."""
+    seconds = medians(in_turns(sides, rounds), "_s")
+    first, second = seconds.values()
+    return seconds | {"ratio": first / second}
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter, device: Any = None) -> float:
     """Return the seconds of a call, from a synchronised ``device`` to a synchronised one."""
-    if device is not None:
-        device.synchronize()
+    return timed_result(work, clock, device)[0]
+
+
+def timed_result(
+    work: Callable[[], Result], clock: Callable[[], float] = time.perf_counter, device: Any = None
+) -> tuple[float, Result]:
+    """Return the seconds of a call, as `timed`, and its result."""
+    settle = device.synchronize if device is not None else lambda: None
+    settle()
     start_s = clock()
-    work()
-    if device is not None:
-        device.synchronize()
-    return clock() - start_s
+    result = work()
+    settle()
+    return clock() - start_s, result
 
 
-def resident_bytes() -> int:
-    """Return the resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(pid: int | str = "self") -> int:
+    """Return the resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -3,16 +3,14 @@ prefilling it again.
 
 requests. park: the request leaves the first engine, its KV is copied to a file. pull: from the submission to the second
 engine until its next token is sampled; of that, fetch: reading and verifying the file. prefill: the same where all
-tokens are computed again. step: a decode step of this request, without which no engine continues it. remote_pull,
-remote_fetch: the same where the file is on another node of a Ray cluster, both on this machine: the bytes pass between
-the stores of two raylets over loopback. Floors: memcpy of as many bytes, a TCP connection over loopback (wire), and
-their checksum.
+tokens are computed again. step: a decode step of this request. remote_…: the same where the file is on another node of
+a Ray cluster, both on this machine: bytes pass between the stores of two raylets over loopback. Floors: memcpy of as
+many bytes, a TCP connection over loopback (wire), and their checksum.
 
 prompts. A prompt that one engine has computed and another finds in the pool; a token has as much KV as one of
 Qwen2.5-7B, 56 KiB. hit: what the thread that steps the engine spends on it, from the orders of a step to the blocks in
-its cache; whole: with what it waits meanwhile, until the file is read and verified; in turns with a memcpy of as many
-bytes. cpu: of that thread, which other processes' load changes less. first_token: from the submission; prefill: the
-same where the prompt is computed.
+its cache; whole: with its wait until the file is read and verified; in turns with a memcpy of as many bytes. cpu: of
+that thread. first_token: from the submission; prefill: the same where the prompt is computed.
 
 A small dense model on one emulated card; median of the repeats.
 """
@@ -20,20 +18,17 @@ A small dense model on one emulated card; median of the repeats.
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, median_of_ratios, medians, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, medians_of, timed
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -42,9 +37,7 @@ BENCHMARK = Benchmark(
     "prompts.hit_over_memcpy <= 1.5",
     sizes={"repeats": (9, 1), "layers": (8, 1), "prompt_layers": (28, 1)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 # Before Ray is imported, which reads it then: its two nodes talk over this machine's address.
 os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -54,10 +47,11 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xxhash import xxh3_64_intdigest
 
+from benchmarks.models import model_of
 from benchmarks.runs import temporary_folder
 from distqueue.payload.sweep import memory
 from fusion.inference import EmbeddedEngine, Output, Request, SamplingParams
-from fusion.model import Mesh, Transformer
+from fusion.model import Transformer
 from fusion.npu import open_device
 from fusion.offload import HostPool
 from fusion.rollout.kv_pool.files import KVFiles
@@ -79,10 +73,9 @@ SPEC, ENGINE = KVPoolSpec("benchmark"), 0
 """ENGINE: the number of the engine that parks"""
 
 
-def requests(args: Namespace) -> Figures:
+def requests(args: Arguments) -> Figures:
     torch.set_num_threads(1)
-    model = small_model(args.layers)
-    seconds: dict[str, list[float]] = {}
+    model, rows = small_model(args.layers), []
     with (
         temporary_folder(dir=memory()) as root,
         temporary_folder(dir=memory()) as elsewhere,
@@ -96,31 +89,26 @@ def requests(args: Namespace) -> Figures:
         prompt = tuple(2 + number % 29 for number in range(args.tokens))
         for repeat in range(args.repeats + 1):
             request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=8, stop_token_ids=()), chunk_tokens=1)
-            before = [engine.counters.kv_pool_s for engine in made]
+            park_s, fetch_s, remote_fetch_s = (engine.counters.kv_pool_s for engine in made)
             output = begun(one, request)
-            took = {"park": one.counters.kv_pool_s - before[0]}
+            took = {"park": one.counters.kv_pool_s - park_s}
             took["pull"], took["step"] = continued(other, request, output)
             took["prefill"], _ = continued(plain, request, output)
             took["remote_pull"], _ = continued(far, request, begun(one, request))
-            took |= {
-                name: engine.counters.kv_pool_s - start
-                for name, engine, start in zip(("fetch", "remote_fetch"), made[1:], before[1:], strict=True)
-            }
-            for name, value in took.items() if repeat else ():  # the first one allocates
-                seconds.setdefault(name, []).append(value)
+            took["fetch"] = other.counters.kv_pool_s - fetch_s
+            took["remote_fetch"] = far.counters.kv_pool_s - remote_fetch_s
+            rows += [took] if repeat else []  # the first one allocates
             one.forget([request.id])
         assert other.counters.kv_pool_pulls == far.counters.kv_pool_remote == args.repeats + 1
         nbytes = other.counters.kv_pool_bytes // (args.repeats + 1)
         for engine in made:
             engine.pooled.store.close()
-    figures = {name: value * 1e3 for name, value in medians(seconds, "_ms").items()} | floors_ms(nbytes)
-    for pull in ("pull", "remote_pull"):
-        figures[f"prefill_over_{pull}"] = figures["prefill_ms"] / figures[f"{pull}_ms"]
-    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures
+    figures = medians_ms(rows) | floors_ms(nbytes)
+    ratios = {f"prefill_over_{pull}": figures["prefill_ms"] / figures[f"{pull}_ms"] for pull in ("pull", "remote_pull")}
+    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures | ratios
 
 
-def prompts(args: Namespace) -> Figures:
-    """Measure a prompt's way from the engine that has computed it to another one, in turns with a memcpy."""
+def prompts(args: Arguments) -> Figures:
     torch.set_num_threads(1)
     model = small_model(args.prompt_layers, head_dim=128)
     changes = dict(prefix_cache=True, pull_tokens=16, max_kv_tokens=4 * args.tokens)
@@ -154,19 +142,20 @@ def prompts(args: Namespace) -> Figures:
         assert other.counters.kv_pool_prompts == args.repeats + WARM_UPS
         for made in (one, other):
             made.pooled.store.close()
-    seconds = {name: [row[name] for row in rows] for name in rows[0]}
-    ratios = {f"{name}_over_memcpy": median_of_ratios(seconds["memcpy"], seconds[name]) for name in ("hit", "whole")}
-    ratios["hit_cpu_over_memcpy"] = median_of_ratios(seconds["memcpy_cpu"], seconds["hit_cpu"])
-    figures = {name: value * 1e3 for name, value in medians(seconds, "_ms").items()}
-    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures | ratios
+    ratios = {
+        f"{name}_over_memcpy": median(row[name] / row["memcpy_cpu" if name == "hit_cpu" else "memcpy"] for row in rows)
+        for name in ("hit", "whole", "hit_cpu")
+    }
+    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | medians_ms(rows) | ratios
+
+
+def medians_ms(rows: list[dict[str, float]]) -> Figures:
+    return {f"{name}_ms": 1e3 * value for name, value in medians_of(rows).items()}
 
 
 def small_model(layers: int, **changes: int) -> Transformer:
     config = tiny_config(experts=False, num_hidden_layers=layers, **SHAPE | changes)
-    model = Transformer(config, Mesh.single(), open_device("emulated"), torch.bfloat16)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
-    return model
+    return model_of(config, open_device("emulated"), dtype=torch.bfloat16).requires_grad_(False)
 
 
 def make_engine(
@@ -190,15 +179,8 @@ def begun(made: EmbeddedEngine, request: Request) -> Output:
 def continued(made: EmbeddedEngine, request: Request, output: Output) -> tuple[float, float]:
     """Return the seconds until an engine has sampled the next token of a request that another one has begun, and until
     it has sampled the one behind it."""
-    again = replace(
-        request,
-        response=tuple(output.tokens),
-        chunk_tokens=0,
-        exact_tokens=len(output.tokens) + 2,
-        kv_tokens=output.kv_tokens,
-        kv_engine=ENGINE,
-    )
-    made.submit([again])
+    done: Any = dict(response=tuple(output.tokens), kv_tokens=output.kv_tokens, kv_engine=ENGINE)
+    made.submit([replace(request, chunk_tokens=0, exact_tokens=len(output.tokens) + 2, **done)])
     first_s, second_s = timed(made.step), timed(made.step)
     made.run()
     return first_s, second_s
@@ -239,10 +221,7 @@ def floors_ms(nbytes: int) -> Figures:
             view = view[receiver.recv_into(view) :]
         sending.join()
 
-    works = {
-        "memcpy": lambda: next(buffers).copy_(next(buffers)),
-        "checksum": lambda: xxh3_64_intdigest(next(buffers).numpy().data),
-        "wire": send,
-    }
+    works: Any = dict(memcpy=lambda: next(buffers).copy_(next(buffers)), wire=send)
+    works["checksum"] = lambda: xxh3_64_intdigest(next(buffers).numpy().data)
     with sender, receiver:
         return {f"floor_{name}_ms": min(timed(work) for _ in range(FLOOR_ROUNDS)) * 1e3 for name, work in works.items()}

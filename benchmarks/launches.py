@@ -1,9 +1,8 @@
 """Count what a card's operators cost beside their arithmetic, on the emulated NPU: no card is needed.
 
 logprobs: peak bytes of log-probabilities and entropies with their gradients, of one micro-batch in bfloat16, from the
-allocator: beyond the hidden states, the head and the gradients of both. planned_bytes: the cost model's estimate of
-these. whole_bytes: what whole logits would take, at 18 bytes each. The hidden size, which changes none of them, is
-small.
+allocator: beyond the hidden states, the head and the gradients of both. planned_bytes: the cost model's estimate.
+whole_bytes: what whole logits would take, at 18 bytes each. The hidden size, which changes none of them, is small.
 
 decode, decode_mla: launches of one layer in a decode step, by table of operators, on one rank (tp1) and on that of two
 that launches most (tp2ep2), and the copies for which the host waits in a whole step. train: launches of one layer in
@@ -11,13 +10,7 @@ the forward and the backward pass of one micro-batch of sequences of different l
 a layer; where routing is replayed, with recomputation.
 """
 
-import sys
-from argparse import Namespace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option
+from benchmarks.harness import Arguments, Benchmark, Figures, Option
 
 LAUNCHES = {
     "decode.cuda": {"tp1": 36, "tp2ep2": 44},
@@ -50,9 +43,7 @@ BENCHMARK = Benchmark(
     + ", ".join(f"{path}.{key} <= {most}" for path, by_key in LAUNCHES.items() for key, most in by_key.items()),
     sizes={"contexts": ([2048, 32768], [300])},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
@@ -66,8 +57,7 @@ WHOLE_LOGIT_BYTES = 18
 """Bytes of a logit, its float32 copies and its exponentials where none is freed before the last is computed."""
 
 
-def logprobs(args: Namespace) -> Figures:
-    """Measure one micro-batch, forward and backward."""
+def logprobs(args: Arguments) -> Figures:
     torch.manual_seed(0)
     device = open_device("emulated", capacity_bytes=CAPACITY_BYTES)
 

@@ -1,38 +1,29 @@
 """Measure learning: the quickstart over seeds and deployments, and the long-answer task at staleness 0, 1 and 2.
 
-staleness: all runs share one base model and the default correction; the seed determines prompts and samples, hence the
-whole run. The lag is forced: the engine has room for every sample that the bound admits, so samples are about as old as
-the bound allows. The final reward of a run is that of its last policy on held-out prompts, which are the same for all
-runs of a seed; differences are paired with the run of the same seed at staleness 0.
+staleness: all runs share one base model and the default correction; the seed determines prompts and samples. The lag is
+forced: the engine has room for every sample that the bound admits. The final reward of a run is that of its last policy
+on held-out prompts, the same for all runs of a seed; differences are to the run of the same seed at staleness 0.
 
 deployments: the same on shorter answers, with fewer samples a step, a third of the rate, and more steps, in deployments
-whose engines adopt new weights between two tokens and whose cards train while the last responses are generated. The lag
-is what the cards' times make of the bound; `adopted`: share of responses of which new weights have sampled a part;
+whose engines adopt new weights between two tokens and whose cards train while the last responses are generated; the lag
+is what the cards' times make of the bound. `adopted`: share of responses of which new weights have sampled a part;
 `parts`: in how many a step was trained, more than 1 where training began before its last group was there.
 
 quickstart: each seed makes its own base model and runs `recipes/quickstart.sh` from it in every deployment: mean
-rewards of the first and last five steps, the seconds of making the base model, of the steps, and of the whole command,
-which includes the start of its processes but not the base model.
+rewards of the first and last five steps; seconds of making the base model, of the steps, and of the whole command.
 """
 
-import sys
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import ROOT, Benchmark, Figures, Option, progress, timed
+from benchmarks.harness import ROOT, Arguments, Benchmark, Figures, Option, progress, timed, timed_result
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "staleness": "benchmarks.learning:staleness",
-        "deployments": "benchmarks.learning:deployments",
-        "quickstart": "benchmarks.learning:quickstart",
-    },
+    {part: f"benchmarks.learning:{part}" for part in ("staleness", "deployments", "quickstart")},
     [
         Option("seeds", None, smoke="1", help="number of seeds (default: 10, of `quickstart` 5)"),
         Option("steps", None, smoke="2", help="training steps of a run (default: those of the task)"),
@@ -44,15 +35,13 @@ BENCHMARK = Benchmark(
     "deployments.?.?.worst >= -0.15",
     default=("staleness",),
     extra="overrides of the runs' config",
-    sizes={"bounds": ("0,1,2", "0,1"), "base": ("", "0"), "prompts": (None, 8)},
+    sizes={"bounds": ((0, 1, 2), (0, 1)), "base": ("", "0"), "prompts": (None, 8), "eval_prompts": (512, 64)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 from benchmarks.runs import Row, make_base, temporary_folder, train
 
-WINDOW = 5
+WINDOW, COLOURS = 5, ("#333333", "#1f77b4", "#d1622b")
 OPTIONS = """device=emulated parallel=single data=worked data.max_prompt_length=64 reward=arithmetic
 rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2 training.warmup_steps=6
 training.lr=3e-4 training.betas=[0.9,0.99] training.weight_decay=0 training.load_balancing_coef=0
@@ -65,12 +54,11 @@ Curves = dict[str, dict[str, Figures]]
 `parts`."""
 
 
-def staleness(args: Namespace) -> Figures:
-    """Train every seed at every bound."""
+def staleness(args: Arguments) -> Figures:
     return learned(args, ["cluster=one"], steps=30, prompts=64)
 
 
-def deployments(args: Namespace) -> Figures:
+def deployments(args: Arguments) -> Figures:
     """Do the same in `hybrid` and `separate`, one card that generates beside one that trains."""
     return {
         fusion: learned(args, [*TWO_CARDS, f"fusion={fusion}"], fusion, steps=60, prompts=16)
@@ -78,42 +66,29 @@ def deployments(args: Namespace) -> Figures:
     }
 
 
-def learned(args: Namespace, options: Sequence[str], name: str = "", **size: int) -> Figures:
-    """Return the curves and what they say. ``name``: end of the plot's file name; others: as `trained`."""
-    curves = trained(args, options, **size)
+def learned(args: Arguments, options: Sequence[str], name: str = "", *, steps: int, prompts: int) -> Figures:
+    """Make the base model, then train every seed at every bound, ``args.jobs`` runs at a time; return the curves and
+    what they say. ``name``: end of the plot's file name; ``steps`` of a run and ``prompts`` of a step: unless ``args``
+    states them."""
+    steps, prompts, seeds = int(args.steps or steps), int(args.prompts or prompts), range(int(args.seeds or 10))
+    with temporary_folder() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        base = make_base(folder / "base", "worked_arithmetic", target=args.base)
+
+        def run(bound: int, seed: int) -> Figures:
+            own = f"""model.path={base} run.seed={seed} run.steps={steps} run.eval_prompts={args.eval_prompts}
+            stalesync.max_staleness={bound} data.prompts_per_step={prompts}""".split()
+            rows = train(folder / f"s{bound}-{seed}", [*OPTIONS, *options, *own, *args.overrides], timeout_s=7200)
+            return progress(f"{options[-1]}, staleness {bound}, seed {seed}", curve_of(rows, bound))
+
+        tasks = {(bound, seed): pool.submit(run, bound, seed) for seed in seeds for bound in args.bounds}
+        curves = {str(b): {str(s): tasks[b, s].result() for s in seeds} for b in args.bounds}
     if args.svg:
         path = Path(args.svg)
         path.with_stem("_".join([path.stem, name]).strip("_")).write_text(plot(curves))
     return judged(curves) | {"curves": curves}
 
 
-def trained(args: Namespace, options: Sequence[str], *, steps: int, prompts: int) -> Curves:
-    """Make the base model, then train every seed at every bound, ``args.jobs`` runs at a time. ``steps`` of a run and
-    ``prompts`` of a step: unless ``args`` states them."""
-    steps, prompts, seeds = int(args.steps or steps), int(args.prompts or prompts), range(int(args.seeds or 10))
-    with temporary_folder() as folder, ThreadPoolExecutor(args.jobs) as pool:
-        base = make_base(folder / "base", "worked_arithmetic", *(["--target", args.base] if args.base else []))
-
-        def run(bound: int, seed: int) -> Figures:
-            own = [
-                f"model.path={base}",
-                f"run.seed={seed}",
-                f"run.steps={steps}",
-                f"run.eval_prompts={64 if args.smoke else 512}",
-            ]
-            own += [f"stalesync.max_staleness={bound}", f"data.prompts_per_step={prompts}", *args.overrides]
-            rows = train(folder / f"s{bound}-{seed}", [*OPTIONS, *options, *own], timeout_s=7200)
-            curve = curve_of(rows, bound)
-            progress(f"{options[-1]}, staleness {bound}, seed {seed}", curve)
-            return curve
-
-        bounds = [int(bound) for bound in args.bounds.split(",")]
-        tasks = {(bound, seed): pool.submit(run, bound, seed) for seed in seeds for bound in bounds}
-        return {str(b): {str(s): tasks[b, s].result() for s in seeds} for b in bounds}
-
-
 def curve_of(rows: list[Row], bound: int) -> Figures:
-    """Return what `Curves` holds of a run."""
     lags = [(lag, sum(row.get(f"staleness/lag_{lag}_count", 0) for row in rows)) for lag in range(bound + 1)]
     samples = sum(count for _, count in lags)
     return {
@@ -142,72 +117,64 @@ def judged(curves: Curves) -> Figures:
 
 def plot(curves: Curves) -> str:
     """Draw the mean reward by step with a band of one standard deviation over seeds, as SVG."""
-    width, height, left, top, bottom = 640, 360, 52, 28, 44
-    colours = {"0": "#333333", "1": "#1f77b4", "2": "#d1622b"}
+    width, height, left, right, top, bottom = 640, 360, 52, 624, 28, 316
     spread = {
         bound: [(mean(v), pstdev(v)) for v in zip(*(one["rewards"] for one in runs.values()), strict=True)]
         for bound, runs in curves.items()
     }
-    steps = len(spread["0"])
-    low = min(value - sd for values in spread.values() for value, sd in values)
-    high = max(value + sd for values in spread.values() for value, sd in values)
+    edges = [value + sign * sd for values in spread.values() for value, sd in values for sign in (1, -1)]
+    low, high, steps = min(edges), max(edges), len(spread["0"])
 
-    def at(step: int, value: float) -> str:
-        x = left + step / max(1, steps - 1) * (width - left - 16)
-        return f"{x:.1f},{height - bottom - (value - low) / ((high - low) or 1) * (height - top - bottom):.1f}"
+    def x(step: int) -> float:
+        return round(left + step / max(1, steps - 1) * (right - left), 1)
+
+    def y(value: float) -> float:
+        return round(bottom - (value - low) / ((high - low) or 1) * (bottom - top), 1)
+
+    def points(values: Iterable[tuple[int, float]]) -> str:
+        return " ".join(f"{x(step)},{y(value)}" for step, value in values)
+
+    def text(x: float, y: float, said: object, colour: str = "black") -> str:
+        return f'<text x="{x}" y="{y}" fill="{colour}">{said}</text>'
 
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="18">reward of a step, mean of {len(curves["0"])} seeds and one standard deviation</text>',
-        f'<text x="{width / 2:.0f}" y="{height - 8}">training step</text>',
+        text(left, 18, f"reward of a step, mean of {len(curves['0'])} seeds and one standard deviation"),
+        text(width // 2, height - 8, "training step"),
     ]
     for value in (round(low + (high - low) * tick / 4, 2) for tick in range(5)):
-        y = at(0, value).split(",")[1]
-        elements.append(f'<line x1="{left:.1f}" y1="{y}" x2="{width - 16}" y2="{y}" stroke="#dddddd"/>')
-        elements.append(f'<text x="8" y="{float(y) + 4:.1f}">{value:.2f}</text>')
-    for step in range(0, steps, 5):
-        elements.append(f'<text x="{at(step, low).split(",")[0]}" y="{height - 26}">{step + 1}</text>')
-    for row, (bound, values) in enumerate(spread.items()):
-        edge = [at(step, value + sd) for step, (value, sd) in enumerate(values)]
-        edge += [at(step, value - sd) for step, (value, sd) in reversed(list(enumerate(values)))]
-        line = " ".join(at(step, value) for step, (value, _) in enumerate(values))
-        elements.append(f'<polygon points="{" ".join(edge)}" fill="{colours[bound]}" opacity="0.12"/>')
-        elements.append(f'<polyline points="{line}" fill="none" stroke="{colours[bound]}" stroke-width="2"/>')
-        label = f'<text x="{width - 150}" y="{height - bottom - 16 - 18 * row}" fill="{colours[bound]}">'
-        elements.append(f"{label}max_staleness={bound}</text>")
+        elements.append(f'<path d="M{left} {y(value)}H{right}" stroke="#dddddd"/>{text(8, y(value) + 4, value)}')
+    elements += [text(x(step), height - 26, step + 1) for step in range(0, steps, 5)]
+    for (bound, values), colour in zip(spread.items(), COLOURS, strict=False):
+        upper, lower = ([(step, mid + sign * sd) for step, (mid, sd) in enumerate(values)] for sign in (1, -1))
+        line = points((step, mid) for step, (mid, _) in enumerate(values))
+        elements.append(f'<polygon points="{points(upper + lower[::-1])}" fill="{colour}" opacity="0.12"/>')
+        elements.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        elements.append(text(width - 150, bottom - 16 - 18 * int(bound), f"max_staleness={bound}", colour))
     return "\n".join([*elements, "</svg>"]) + "\n"
 
 
-def quickstart(args: Namespace) -> Figures:
-    """Run the quickstart from the base model of each seed in every deployment."""
-    figures: Figures = {}
-    seeds = range(int(args.seeds or 5))
+def quickstart(args: Arguments) -> Figures:
+    figures, seeds = Figures(), range(int(args.seeds or 5))
     make_base(ROOT / "runs" / "base" / "addition", "addition")  # the recipe makes it, too, if it is missing
     with temporary_folder() as folder:
-        target = ["--target", args.base] if args.base else []
-        bases = {seed: folder / f"base-{seed}" for seed in seeds}
-        base_s = {
-            seed: timed(lambda seed=seed: make_base(bases[seed], "addition", "--seed", str(seed), *target))  # type: ignore[misc]
-            for seed in seeds
-        }
+
+        def base_of(seed: int) -> Path:
+            return make_base(folder / f"base-{seed}", "addition", "--seed", str(seed), target=args.base)
+
+        base_s = {seed: timed(partial(base_of, seed)) for seed in seeds}
         for fusion in dict.fromkeys(args.fusion.split(",")):
             for seed in seeds:
-                options = [f"fusion={fusion}", f"run.seed={seed}", f"model.path={bases[seed]}"]
+                options = [f"fusion={fusion}", f"run.seed={seed}", f"model.path={folder / f'base-{seed}'}"]
                 options += [f"run.steps={args.steps}"] if args.steps else []
-                options += [f"data.prompts_per_step={args.prompts}"] if args.smoke else []
-                rows: list[Row] = []
-                home, recipe = folder / f"{fusion}-{seed}", ["bash", "recipes/quickstart.sh"]
-                command_s = timed(lambda: rows.extend(train(home, options, command=recipe)))  # noqa: B023
+                options += [f"data.prompts_per_step={args.prompts}"] if args.prompts else []
+                run = partial(train, folder / f"{fusion}-{seed}", options, command=["bash", "recipes/quickstart.sh"])
+                command_s, rows = timed_result(run)
                 rewards = [row["critic/rewards/mean"] for row in rows]
-                figures[f"{fusion} {seed}"] = {
-                    "start": mean(rewards[:WINDOW]),
-                    "end": mean(rewards[-WINDOW:]),
-                    "base_s": base_s[seed],
-                    "steps_s": sum(row["timing_s/step"] for row in rows),
-                    "command_s": command_s,
-                }
-                progress(f"{fusion}, seed {seed}", figures[f"{fusion} {seed}"])
+                found = {"start": mean(rewards[:WINDOW]), "end": mean(rewards[-WINDOW:]), "base_s": base_s[seed]}
+                found |= {"steps_s": sum(row["timing_s/step"] for row in rows), "command_s": command_s}
+                figures[f"{fusion} {seed}"] = progress(f"{fusion}, seed {seed}", found)
             ends = [figures[f"{fusion} {seed}"]["end"] for seed in seeds]
             figures[fusion] = {"mean_end": mean(ends), "spread": pstdev(ends)}
     return figures

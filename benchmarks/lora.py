@@ -8,16 +8,10 @@ A Qwen3-MoE of 89M parameters (fp32) on emulated NPUs, one process and one threa
 Both sides run in turns; ratios are those of medians.
 """
 
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, progress, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, progress, ratio_in_turns, timed
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -29,17 +23,15 @@ BENCHMARK = Benchmark(
     "switch.ratio <= 1.1, hbm.ratio <= 0.45, step.ratio <= 1.1, decode.ratio <= 1.3",
     sizes={"layers": (8, 2), "hidden": (512, 64), "tokens": (256, 32)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 from dataclasses import replace
 
 import torch
 
-from benchmarks.models import engine_of, moe_of, on_cards, randomise
-from fusion.inference import Request, SamplingParams
-from fusion.model import Mesh, ModelConfig, Parallel, Transformer
+from benchmarks.models import engine_of, model_of, moe_of, on_cards, requests_of
+from fusion.inference import SamplingParams
+from fusion.model import ModelConfig, Parallel
 from fusion.model.adapters import Adapters
 from fusion.npu import Device
 from fusion.training import EmbeddedTrainEngine, TrainingConfig
@@ -53,9 +45,8 @@ SWITCHES_A_ROUND = 8
 """Both ways of a switch take a tenth of a second, a step or decoding some seconds"""
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure switches, training and decoding with adapters and without, each on cards of its own."""
-    full, figures = moe_of(args), dict[str, Any]()
+def measure(args: Arguments) -> Figures:
+    full, figures = moe_of(args), Figures()
     models = {"lora": replace(full, adapters=Adapters(args.rank, 2.0 * args.rank)), "full": full}
     for ranks, part in ((4, _switch), (1, _train), (1, _decode)):
         figures |= on_cards(part, ranks, models, args)[0]
@@ -63,16 +54,14 @@ def measure(args: Namespace) -> Figures:
     return figures
 
 
-def _switch(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Namespace) -> Figures:
-    pairs = {
-        name: Pair(config, device, one=Parallel(4, tp=2, ep=2), other=Parallel(4, ep=4))
-        for name, config in models.items()
-    }
+def _switch(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Arguments) -> Figures:
+    ends = dict(one=Parallel(4, tp=2, ep=2), other=Parallel(4, ep=4))
+    pairs = {name: Pair(config, device, **ends) for name, config in models.items()}
     sides = {name: lambda _, pair=pair: sum(pair.switch(end)[0] for end in (0, 1)) for name, pair in pairs.items()}
-    return {"switch": _compared(sides, SWITCHES_A_ROUND * args.rounds)}
+    return {"switch": ratio_in_turns(sides, SWITCHES_A_ROUND * args.rounds)}
 
 
-def _train(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Namespace) -> Figures:
+def _train(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Arguments) -> Figures:
     batch = sample_batch(max(2, args.tokens // 9), 3, vocabulary=32 * args.hidden)
     peak, sides = dict[str, int](), dict[str, Callable[[int], float]]()
 
@@ -82,7 +71,7 @@ def _train(rank: int, device: Device, models: Mapping[str, ModelConfig], args: N
 
     for name, config in models.items():
         before = device.memory().allocated
-        model = randomise(Transformer(config, Mesh.single(), device, bucket_bytes=BUCKET_BYTES))
+        model = model_of(config, device, bucket_bytes=BUCKET_BYTES)
         lora = LoraConfig(rank=config.adapters.rank if config.adapters else 0)
         settings = TrainingConfig(lora=lora, lr=1e-4, token_budget=args.tokens, load_balancing_coef=0.0)
         step = partial(work, EmbeddedTrainEngine(model, model.mesh, device, settings))
@@ -92,26 +81,19 @@ def _train(rank: int, device: Device, models: Mapping[str, ModelConfig], args: N
         device.synchronize()
         peak[name] = device.memory().peak_allocated - before
         sides[name] = lambda _, step=step: timed(step, device=device)
-    return {"hbm": peak | {"ratio": peak["lora"] / peak["full"]}, "step": _compared(sides, args.rounds)}
+    return {"hbm": peak | {"ratio": peak["lora"] / peak["full"]}, "step": ratio_in_turns(sides, args.rounds)}
 
 
-def _decode(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Namespace) -> Figures:
+def _decode(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Arguments) -> Figures:
     engines = {}
     for name, config in models.items():
-        model = randomise(Transformer(config, Mesh.single(), device, bucket_bytes=BUCKET_BYTES).requires_grad_(False))
+        model = model_of(config, device, bucket_bytes=BUCKET_BYTES).requires_grad_(False)
         engines[name] = engine_of(model, max_length=PROMPT_TOKENS + NEW_TOKENS, max_seqs=SEQUENCES, kv_fraction=0.3)
     prompts = torch.randint(2, 100, (SEQUENCES, PROMPT_TOKENS), generator=torch.manual_seed(1)).tolist()
 
     def run(name: str, round: int) -> float:
         engines[name].policy_version = round  # no prefix of another round is reused
-        params = SamplingParams(max_tokens=NEW_TOKENS)
-        engines[name].submit([Request(f"{round}-{i}", tuple(row), params) for i, row in enumerate(prompts)])
+        engines[name].submit(requests_of(prompts, SamplingParams(max_tokens=NEW_TOKENS), round))
         return timed(engines[name].run, device=device)
 
-    return {"decode": _compared({name: partial(run, name) for name in models}, args.rounds)}
-
-
-def _compared(sides: Mapping[str, Callable[[int], float]], rounds: int) -> Figures:
-    """Return the medians of both sides in turns, and their ratio."""
-    seconds = medians(in_turns(sides, rounds), "_s")
-    return seconds | {"ratio": seconds["lora_s"] / seconds["full_s"]}
+    return {"decode": ratio_in_turns({name: partial(run, name) for name in models}, args.rounds)}

@@ -1,17 +1,15 @@
 """Models of benchmarks with random weights, their engines, and the cards that they run on."""
 
-from __future__ import annotations
-
-from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from fusion.inference import EmbeddedEngine
-from fusion.model import ModelConfig, Transformer
+from benchmarks.harness import Arguments
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
+from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu.operators import operators_of
 from tests.helpers import end_ranks, run_ranks, tiny_config
 from tests.rollouts import rollout_config
@@ -45,7 +43,7 @@ def on_cards(part: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     return results
 
 
-def moe_of(args: Namespace) -> ModelConfig:
+def moe_of(args: Arguments) -> ModelConfig:
     """Return a Qwen3-MoE of ``args.layers`` layers with ``args.hidden`` channels: 89M parameters of 8 with 512."""
     width = args.hidden
     sizes = dict(vocab_size=32 * width, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=args.layers)
@@ -62,6 +60,16 @@ def randomise(model: Transformer, std: float = 0.02) -> Transformer:
             random = torch.randn(parameter.shape, generator=generator) * std
             parameter.copy_(random if parameter.dim() > 1 else torch.ones(()))
     return model
+
+
+def model_of(config: ModelConfig, device: Any, std: float = 0.02, **how: Any) -> Transformer:
+    """Build a model with random weights on one rank. ``how``: as `Transformer`."""
+    return randomise(Transformer(config, Mesh.single(), device, **how), std)
+
+
+def requests_of(prompts: Iterable[Iterable[int]], params: SamplingParams, name: object = "") -> list[Request]:
+    """Return a request of each prompt. ``name``: what distinguishes them from those of other rounds."""
+    return [Request(f"{name}-{number}", tuple(prompt), params) for number, prompt in enumerate(prompts)]
 
 
 def engine_of(model: Transformer, drafter: Any = None, **config: Any) -> EmbeddedEngine:

@@ -6,14 +6,9 @@ one pass of `StreamedStates` over the same bytes, both directions at once where 
 for both directions together; ratio = floor / figure. What a card overlaps with it, `benchmarks/overlap.py` measures.
 """
 
-import sys
-from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, medians, timed
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -26,9 +21,7 @@ BENCHMARK = Benchmark(
     ],
     "offload.ratio >= 0.9",
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
@@ -38,20 +31,18 @@ from fusion.offload import Offloader, StreamedStates
 NAMES = ("master", "exp_avg", "exp_avg_sq")
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure a round trip of each side."""
+def measure(args: Arguments) -> Figures:
     torch.set_num_threads(1)
-    numel = max(1, (args.mib << 20) // (4 * len(NAMES) * args.groups))
-    return compared(open_device(args.device), numel, args.groups, args.rounds)
+    return compared(open_device(args.device), args.mib << 20, args.groups, args.rounds)
 
 
-def compared(device: Device, numel: int, groups: int, rounds: int) -> Figures:
-    """Return the figures of all sides, in turns, of the states of ``groups`` buckets of ``numel`` elements."""
-    nbytes = 2 * 4 * len(NAMES) * groups * numel
-    works = sides(device, numel, groups)
+def compared(device: Device, nbytes: int, groups: int, rounds: int) -> Figures:
+    """Return the figures of all sides, in turns, of ``nbytes`` of states of ``groups`` buckets."""
+    numel = max(1, nbytes // (4 * len(NAMES) * groups))
+    works, moved = sides(device, numel, groups), 2 * 4 * len(NAMES) * groups * numel
     seconds = medians(in_turns({name: lambda _, work=work: timed(work) for name, work in works.items()}, rounds))
     return {
-        name: {"seconds": value, "gb_per_s": nbytes / value / 1e9, "ratio": seconds["floor"] / value}
+        name: {"seconds": value, "gb_per_s": moved / value / 1e9, "ratio": seconds["floor"] / value}
         for name, value in seconds.items()
     }
 

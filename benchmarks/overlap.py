@@ -3,22 +3,14 @@
 Two emulated NPUs with `device.streams=timed`: copies to and from the host and collectives last as long as their bytes
 take at configured rates, beside what the card computes; here so that each takes about --seconds. The optimizer's states
 leave while the weights switch to the engine's layout by collectives, and return while the card computes matrix
-products, as between the phases of a step.
-
-    …_s                 seconds, alone and together: the minimum of rounds in which all ran in turn, since other
-                        programs on the machine only add to it
-    hidden_share        (seconds of both alone - together) / seconds of the shorter one: 1 where it is hidden, 0 where
-                        nothing overlaps; of both pairs, all seconds hidden over all that could be
+products, as between the phases of a step. Seconds, alone and together, are the minimum of rounds in which all ran in
+turn. hidden_share: (seconds of both alone - together) / seconds of the shorter one, 1 where it is hidden, 0 where
+nothing overlaps; of both pairs, all seconds hidden over all that could be.
 """
 
-import sys
-from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, timed
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -30,9 +22,7 @@ BENCHMARK = Benchmark(
     ],
     "overlap.hidden_share >= 0.8",
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
@@ -50,8 +40,7 @@ PAIRS = {"switch": ("offload", "switch"), "training": ("onload", "products")}
 """Pairs that run beside each other in a step"""
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure every side on two cards."""
+def measure(args: Arguments) -> Figures:
     return {"overlap": on_cards(measure_rank, WORLD, args.mib << 20, args.seconds, args.rounds)[0]}
 
 

@@ -1,7 +1,5 @@
 """Run training on emulated cards of modelled speed as a user would, stop it after some steps; compute its figures."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +37,8 @@ class Mode:
 @dataclass(frozen=True)
 class Workload:
     """The work of a step. A token of the run represents ``tokens`` modelled ones, a second ``speed`` modelled ones.
-
-    Attributes:
-        training: factor by which the modelled cost of training is multiplied.
-        median, cap: of response lengths, in tokens of the run; no median: they are sampled.
-        sequences: that a card decodes at a time.
-        options: further overrides.
-    """
+    ``training``: factor of the modelled cost of training; ``median``, ``cap``: of response lengths, in tokens of the
+    run, without a median they are sampled; ``sequences``: that a card decodes at a time."""
 
     training: float = 1.0
     cards: int = 8
@@ -130,38 +123,35 @@ class Measured:
         paced = self.work("modelled") + self.sum("pace/waited_s")
         return self.work("overrun") / paced if paced else 0.0
 
-    def bound_s(self, once: Measured) -> float:
-        """Compute the seconds of all modelled work if it were spread over all cards.
-
-        ``once``: a run in which every prompt was prefilled exactly once.
-        """
+    def bound_s(self, once: "Measured") -> float:
+        """Compute the seconds of all modelled work if it were spread over all cards. ``once``: a run in which every
+        prompt was prefilled exactly once."""
         decoded = self.work("ideal", "decode") / self.sum("rollout/generated_tokens")
         trained = self.sum("response_length/mean") * self.workload.prompts * self.workload.group
         prefill = once.work("ideal", "prefill") / once.tokens * self.tokens
         return (decoded * trained + prefill + self.work("ideal", "train", "optimizer")) / self.workload.cards
 
-    def figures(self, once: Measured | None = None) -> Figures:
-        """Return the figures in modelled seconds and tokens.
-
-        ``suspended`` counts samples that had tokens and had to wait: their engine stopped, or it adopted new weights
-        and prefilled them again.
-        """
+    def figures(self, once: "Measured | None" = None) -> Figures:
+        """Return the figures in modelled seconds and tokens. ``suspended``: samples that had tokens and had to wait:
+        their engine stopped, or it adopted new weights and prefilled them again."""
         speed, rate = self.workload.speed, self.workload.tokens / self.workload.speed
         bound_s, wall_s, bound = self.bound_s(once or self), self.sum("timing_s/step"), self.mode.staleness
         seen = max(lag for lag in range(bound + 3) if lag == 0 or self.sum(f"staleness/lag_{lag}_count"))
-        seconds = {"step_s": "timing_s/step", "tail_s": "timing_s/gen_tail", "switch_s": "timing_s/switch"}
-        counts = {"suspended": ("rollout/suspended_total", "rollout/interrupted")}
-        counts["mixed"] = ("staleness/mixed_versions_count",)
-        return {
+        figures = {
             "tokens_per_s": self.tokens / wall_s * rate,
             "bound_tokens_per_s": self.tokens / bound_s * rate,
             "ratio_to_bound": bound_s / wall_s,
             "utilisation": self.work("ideal") / (self.workload.cards * wall_s),
-            **{name: self.mean(metric) * speed for name, metric in seconds.items()},
+            "step_s": self.step_s * speed,
+            "tail_s": self.mean("timing_s/gen_tail") * speed,
+            "switch_s": self.mean("timing_s/switch") * speed,
             "stale_beyond_bound": max(0, seen - bound),
             "pace_overrun": self.overrun,
-            **{name: int(self.sum(*metrics)) for name, metrics in counts.items() if bound},
         }
+        if bound:
+            figures["suspended"] = int(self.sum("rollout/suspended_total", "rollout/interrupted"))
+            figures["mixed"] = int(self.sum("staleness/mixed_versions_count"))
+        return figures
 
 
 def run(mode: Mode, workload: Workload, folder: Path, steps: int, overrides: Sequence[str] = ()) -> Measured:

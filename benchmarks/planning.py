@@ -3,34 +3,26 @@
 Pangu 718B (61 layers) on the 768 dies of a CloudMatrix 384, in bfloat16, between TP8 EP8 PP16 and three engines in
 TP8 EP256, in both directions, each planned from shapes alone for the first host, by fresh processes over gloo:
 
-    planners            processes of the host that plan
-    cpu_s               CPU seconds of `plan_switch`, its layouts included
-    peak_mb             resident memory of the planner at its peak beyond that of the process with everything imported,
-                        with the parts of all ranks of its host
-    parts_cpu_s         CPU seconds in which the planner makes and sends the parts of all ranks of its host
-    part_kb             bytes that a rank receives; of the largest part
-    part_cpu_s          CPU seconds in which a rank that does not plan receives and decodes its part
-    part_mb             its resident memory at the peak, as peak_mb
-    over_bound          bytes of weights and buffers at the peak over the bound (max(A, B) + 4 buckets), on the worst of
-                        all ranks, counted from the rounds
-    busiest             bytes that the busiest rank sends over those of the busiest in the cost model, which divides
-                        every share among all its holders
-    missing             bytes that ranks need and do not receive, or receive twice, by the cost model's count
+    planners                  processes of the host that plan
+    cpu_s, parts_cpu_s        CPU seconds of the planner: in `plan_switch`, its layouts included; to make and send the
+                              parts of all ranks of its host
+    peak_mb, part_mb          resident memory at the peak, of the planner and of a rank that does not plan, beyond that
+                              of the process with everything imported
+    part_kb, part_cpu_s       bytes that a rank receives, and its CPU seconds to receive and decode them, at most
+    over_bound                bytes at the peak over the bound (max(A, B) + 4 buckets), on the worst of all ranks
+    busiest                   bytes that the busiest rank sends over those of the busiest in the cost model, which
+                              divides every share among all its holders
+    missing                   bytes that ranks need and do not receive, or receive twice, by the cost model's count
 """
 
 import multiprocessing
 import resource
-import sys
 import time
-from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import ROOT, Benchmark, Figures, resident_bytes
+from benchmarks.harness import Arguments, Benchmark, Figures, resident_bytes
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -40,9 +32,7 @@ BENCHMARK = Benchmark(
     "*.busiest <= 1.1, *.missing <= 0",
     sizes={"layers": (61, 4), "ranks": (768, 16), "host": (16, 2)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import numpy as np
 import torch
@@ -56,14 +46,14 @@ from fusion.costmodel.traffic import switch_traffic
 from fusion.ep_switch import Layout, Plan, plan_switch
 from fusion.ep_switch.host_plan import Ends, encode, plan_for_host
 from fusion.model import Parallel
+from fusion.resources import SHAPES
 
 MODEL, HARDWARE = "pangu_718b", "ascend_910c"
 BUCKET_BYTES = 512 << 20
 """As in recipes/several_hosts.sh"""
 
 
-def measure(args: Namespace) -> Figures:
-    """Plan both directions, each by the processes of one host."""
+def measure(args: Arguments) -> Figures:
     figures: Figures = {}
     for direction in ("to_infer", "to_train"):
         with (
@@ -86,13 +76,11 @@ def measure_rank(
     topology, plans = hardware_named(HARDWARE).topology, list[Plan]()
     dist.barrier()
     before, start = resident_bytes(), time.process_time()
-    ends = ends_of(num_layers, num_ranks, direction)
-    plan_s = 0.0
+    ends, plan_s = ends_of(num_layers, num_ranks, direction), list[float]()
 
     def plan() -> list[Plan]:
-        nonlocal plan_s
         plans.append(plan_switch(*ends, BUCKET_BYTES, topology))
-        plan_s = time.process_time() - start
+        plan_s.append(time.process_time() - start)
         return plans
 
     parts = plan_for_host(plan, [ends], rank=rank, group=dist.group.WORLD)
@@ -101,61 +89,30 @@ def measure_rank(
     if rank:
         part_kb = len(encode(parts, rank)) / 1e3
         return {"planners": planners, "part_kb": part_kb, "part_cpu_s": cpu_s, "part_mb": peak_mb}
-    return {
-        "planners": planners,
-        "cpu_s": plan_s,
-        "parts_cpu_s": cpu_s - plan_s,
-        "peak_mb": peak_mb,
-        **verified(plans[0]),
-    }
+    figures = {"planners": planners, "cpu_s": plan_s[0], "parts_cpu_s": cpu_s - plan_s[0], "peak_mb": peak_mb}
+    return figures | verified(plans[0])
 
 
 def ends_of(num_layers: int, num_ranks: int, direction: str) -> Ends:
-    """Return the layouts of one direction."""
-    config = load_shape(MODEL, ROOT / "recipes" / "shapes").shape.config.without_predictors
+    config = load_shape(MODEL, SHAPES).shape.config.without_predictors
     config = replace(config, layers=config.layers[:num_layers])
     tp = min(8, num_ranks // 8)
     train = Parallel(num_ranks, tp=tp, ep=tp, pp=min(16, num_ranks // (2 * tp)))
-    infer = Parallel(num_ranks, tp=tp, ep=min(256, num_ranks))
-    one, other = (
-        Layout(config, grid, tuple(range(num_ranks)), torch.bfloat16, BUCKET_BYTES) for grid in (train, infer)
-    )
+    grids = train, Parallel(num_ranks, tp=tp, ep=min(256, num_ranks))
+    one, other = (Layout(config, grid, tuple(range(num_ranks)), torch.bfloat16, BUCKET_BYTES) for grid in grids)
     return (one, other) if direction == "to_infer" else (other, one)
 
 
 def verified(plan: Plan) -> dict[str, float]:
     """Return what the rounds of a plan hold, send and lack, on the worst of all ranks."""
-    peaks, sent, received = count(plan)
+    from benchmarks.switch import byte_matrix  # behind the measurement: imports take memory
+
+    moved = byte_matrix(plan)
+    np.fill_diagonal(moved, 0)
     sides = [Side(layout.parallel) for layout in (plan.source, plan.target)]
     paper = switch_traffic(Shape(MODEL, plan.source.config), *sides, plan.topology)
     return {
-        "over_bound": max(peaks[rank] / plan.bound_bytes(rank) for rank in plan.ranks),
-        "busiest": sent.max() / paper.sent.sum(0).max(),
-        "missing": float(np.abs(received - paper.received.sum(0)).max().round()),
+        "over_bound": max(plan.peak_bytes(rank) / plan.bound_bytes(rank) for rank in plan.ranks),
+        "busiest": moved.sum(1).max() / paper.sent.sum(0).max(),
+        "missing": float(np.abs(moved.sum(0) - paper.received.sum(0)).max().round()),
     }
-
-
-def count(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return by rank the peak of weights and buffers with two rounds in flight, and the bytes sent and received."""
-    size, itemsize = max(plan.ranks) + 1, plan.wire_dtype.itemsize
-    sizes = [[layout.unit_nbytes(rank) for rank in range(size)] for layout in (plan.source, plan.target)]
-    held = np.array([sum(units) for units in sizes[0]])
-    wire = np.zeros((2, size), np.int64)
-    total, peak, later = np.zeros((2, size), np.int64), held.copy(), np.zeros(size, np.int64)
-    for rank, unit in (*plan.unread, *plan.parked):
-        held[rank] -= sizes[0][rank][unit]
-    for round_ in plan.rounds:
-        for units, of_units in ((round_.allocate_before, sizes[1]), (round_.restore_before, sizes[0])):
-            for rank, unit in units:
-                held[rank] += of_units[rank][unit]
-        peak = np.maximum(peak, held)
-        held, later = held - later, np.zeros(size, np.int64)
-        for rank, unit in round_.release_after:
-            later[rank] += sizes[0][rank][unit]
-        moved = np.zeros((2, size), np.int64)
-        for move in round_.moves:
-            if not move.local:
-                moved[0, move.source_rank] += move.numel * itemsize
-                moved[1, move.target_rank] += move.numel * itemsize
-        wire, total = np.maximum(wire, moved), total + moved
-    return peak + 2 * wire.sum(0), *total

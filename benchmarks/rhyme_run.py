@@ -4,23 +4,17 @@ A MoE of 26M parameters, of which 6M compute a token, is warmed up on sums with 
 of both sides train it by GRPO, in turns: staleness 0, `batch_invariant`, two emulated cards with an engine of at most
 four sequences each, where decoding is bound by the weights that it reads, as on a card. Every step's samples must be
 equal token for token. Figures are of the epochs behind the first, medians over the steps of all rounds:
-
-    generation_ratio    seconds of generation without drafts over those with
-    step_ratio          … of steps; at least 0.95 / (1 - share + share / 1.8), and 1.2
-    share               share of generation in a step without drafts
+generation_ratio: seconds of generation without drafts over those with; step_ratio: of steps, at least 0.95 / (1 - share
++ share / 1.8), and 1.2; share: that of generation in a step without drafts.
 """
 
 import json
-import sys
-from argparse import Namespace
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, progress
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, progress
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -34,9 +28,7 @@ BENCHMARK = Benchmark(
     extra="config overrides of both sides",
     sizes={"prompts": (4, 2), "steps_of_epoch": (4, 1), "target": ("", "0"), "hidden": (384, 64)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 from benchmarks.runs import Row, make_base, temporary_folder, train
 
@@ -49,8 +41,7 @@ algorithm.group_size={GROUP} training.lr=1e-4 training.weight_decay=0 training.l
 run.eval_prompts=0""".split()
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run's metrics by step, and ``trained``: what tells whether two runs trained on the same samples: the lengths of
     all, the texts of those that are logged, and the norms of gradients."""
 
@@ -61,22 +52,27 @@ class Run:
         return [row[name] for row in self.rows[len(self.rows) // EPOCHS :]]
 
 
-def measure(args: Namespace) -> Figures:
-    """Train both sides in turns."""
+def measure(args: Arguments) -> Figures:
     with temporary_folder() as folder:
         base = Path(args.base) if args.base else _make_base(folder, args)
+        own = f"""model.path={base} run.steps={EPOCHS * args.steps_of_epoch} data.prompts_per_step={args.prompts}
+        data.rows={args.prompts * args.steps_of_epoch}""".split()
 
-        def run(side: str, round: int) -> Run:
-            found = _run(folder / f"{side}-{round}", base, args, "both" if side == "both" else "none")
+        def run(drafts: str, round: int) -> Run:
+            home = folder / f"{drafts}-{round}"
+            rows = train(home, [*OPTIONS, *own, f"rollout.drafts.source={drafts}", *args.overrides], timeout_s=1200)
+            files = (home / "run" / name for name in ("samples.jsonl", "groups.jsonl"))
+            said, groups = (sorted(file.read_text().splitlines()) for file in files)
+            found = Run(rows, json.dumps([said, groups, [row["actor/grad_norm"] for row in rows]]))
             seconds = {name: median(found.behind_first_epoch(f"timing_s/{name}")) for name in ("gen", "step")}
-            progress(f"{side}, round {round + 1}", seconds)
+            progress(f"{drafts}, round {round + 1}", seconds)
             return found
 
-        sides = {name: lambda round, name=name: run(name, round) for name in ("none", "both")}
+        sides = {drafts: partial(run, drafts) for drafts in ("none", "both")}
         return _compared(in_turns(sides, args.rounds, warm_ups=0))
 
 
-def _make_base(folder: Path, args: Namespace) -> Path:
+def _make_base(folder: Path, args: Arguments) -> Path:
     """Warm up a Qwen3-MoE in which the forward pass takes most of a step."""
     heads = args.hidden // 64
     config: dict[str, Any] = dict(model_type="qwen3_moe", hidden_size=args.hidden, intermediate_size=args.hidden)
@@ -85,41 +81,25 @@ def _make_base(folder: Path, args: Namespace) -> Path:
     config |= dict(norm_topk_prob=True, tie_word_embeddings=True)
     shape = folder / "shape.yaml"
     shape.write_text(json.dumps({"config": config}))
-    target = ["--target", args.target] if args.target else []
-    return make_base(folder / "base", "worked_arithmetic", "--shape", str(shape), *target)
-
-
-def _run(home: Path, base: Path, args: Namespace, drafts: str) -> Run:
-    own = [f"model.path={base}", f"run.steps={EPOCHS * args.steps_of_epoch}"]
-    own += [f"data.rows={args.prompts * args.steps_of_epoch}", f"data.prompts_per_step={args.prompts}"]
-    rows = train(home, [*OPTIONS, *own, f"rollout.drafts.source={drafts}", *args.overrides], timeout_s=1200)
-    said, groups = (
-        sorted((home / "run" / name).read_text().splitlines()) for name in ("samples.jsonl", "groups.jsonl")
-    )
-    return Run(rows, json.dumps([said, groups, [row["actor/grad_norm"] for row in rows]]))
+    return make_base(folder / "base", "worked_arithmetic", "--shape", str(shape), target=args.target)
 
 
 def _compared(runs: dict[str, list[Run]]) -> Figures:
-    """Return the figures of both sides, and their ratios."""
-
     def of(side: str, name: str) -> float:
         return median(value for run in runs[side] for value in run.behind_first_epoch(name))
 
     gen, step = ({side: of(side, f"timing_s/{name}") for side in runs} for name in ("gen", "step"))
     share = gen["none"] / step["none"]
     ratio, expected = step["none"] / step["both"], 1 / (1 - share + share / SPEED_UP)
-    return {
-        **{side: {"gen_s": gen[side], "step_s": step[side]} for side in runs if side != "both"},
-        "both": {
-            "gen_s": gen["both"],
-            "step_s": step["both"],
-            "generation_ratio": gen["none"] / gen["both"],
-            "step_ratio": ratio,
-            "step_ratio_over_expected": ratio / expected,
-            "share": share,
-            "draft_share": of("both", "rollout/draft_share_mean"),
-            "reward_first": runs["both"][0].rows[0]["critic/rewards/mean"],
-            "reward_last": runs["both"][0].rows[-1]["critic/rewards/mean"],
-            "equal_samples": float(len({run.trained for side in runs.values() for run in side}) == 1),
-        },
+    figures: Figures = {side: {"gen_s": gen[side], "step_s": step[side]} for side in runs}
+    figures["both"] |= {
+        "generation_ratio": gen["none"] / gen["both"],
+        "step_ratio": ratio,
+        "step_ratio_over_expected": ratio / expected,
+        "share": share,
+        "draft_share": of("both", "rollout/draft_share_mean"),
+        "reward_first": runs["both"][0].rows[0]["critic/rewards/mean"],
+        "reward_last": runs["both"][0].rows[-1]["critic/rewards/mean"],
+        "equal_samples": float(len({run.trained for side in runs.values() for run in side}) == 1),
     }
+    return figures

@@ -11,51 +11,30 @@ times the mean, which nothing foretells. Relative to `oracle` with chunks; mean 
 replay: three published rollouts in virtual time, by the decisions of a run, with every published ratio beside ours
 (constants in `rollout_workloads.py`). Every run is the second epoch of the same rows, whose first epoch only the order
 `history` and drafts of the last epoch know. Ratios are those of tokens per second; spread is their standard deviation
-over seeds. The bound is perfect balance: every engine decodes full batches without a pause or draft.
-
-    mode               requests                                                  drafts
-    plain              whole responses, oldest first; a group is bound to an     none
-                       engine at the start (veRL)
-    divided            in chunks, with a KV pool, oldest first                   none
-    context            … in Seer's order                                         none
-    seer               … in Seer's order                                         of siblings
-    least_generated, history, oracle: … in these orders                          none
-    full               … in the order `history`                                  of siblings and of the last epoch
+over seeds. The bound is perfect balance: every engine decodes full batches without a pause or draft. Modes: plain:
+whole responses, oldest first, a group bound to an engine at the start (veRL); divided: in chunks, with a KV pool;
+context, least_generated, history, oracle: divided in these orders (context is Seer's); seer: context with drafts of
+siblings; full: history with drafts of siblings and of the last epoch.
 
 rhyme: RhymeRL's ablation (arXiv 2508.18588) in virtual time. Every run has two epochs of the same rows and two steps
 beyond them; the first teaches the lengths, the second is measured, end to end. Nothing is fitted to a ratio. Drafts of
-the last epoch are modelled in the first one, too, which is not measured.
-
-    mode        staleness  requests                                                 drafts
-    plain       0          whole responses; a group is bound to an engine (veRL)    none
-    histopipe   1          … to one of its class, engines shared out evenly         none
-    two_tier    1          … shares by search; in chunks, with tail migration       none
-    histospec   1          as two_tier                                              of the last epoch
-    stalesync   1          in chunks, with a KV pool, in the order `history`        none
-    full        1          as stalesync                                             of siblings and the last epoch
-    full_s2     2          as full                                                  of siblings and the last epoch
+the last epoch are modelled in the first one, too, which is not measured. Modes, at staleness 1 but for plain (0) and
+full_s2 (2): histopipe: whole responses, to an engine of their class, engines shared out evenly; two_tier: shares by
+search, in chunks, with tail migration; histospec: with drafts of the last epoch; stalesync: in chunks, with a KV pool,
+in the order `history`; full, full_s2: with drafts of siblings and the last epoch.
 """
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Benchmark, Option
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "orders": "benchmarks.rollout_virtual:orders",
-        "replay": "benchmarks.rollout_virtual:replay",
-        "rhyme": "benchmarks.rollout_virtual:rhyme",
-    },
+    {part: f"benchmarks.rollout_virtual:{part}" for part in ("orders", "replay", "rhyme")},
     [
         Option("seeds", 10, smoke=1, help="seeds of `orders`, `replay` and `rhyme`"),
         Option("first_seed", 1, help="first seed of `rhyme`"),
         Option("workloads", "moonlight,qwen2_vl_72b,kimi_k2", smoke="moonlight", help="of `replay`"),
         Option(
-            "texts", "", help="recorded responses, JSON Lines: their acceptance of drafts, too, in `replay` and `rhyme`"
+            "texts", "", help="of `replay` and `rhyme`: recorded responses, whose acceptance of drafts is used, too"
         ),
     ],
     "orders.*.history.ratio_to_oracle >= 0.92, replay.moonlight.full.ratio >= 2.2, "
@@ -66,6 +45,4 @@ BENCHMARK = Benchmark(
     "replay.qwen2_vl_72b.divided.abs_deviation <= 0.10, rhyme.full_over_histospec >= 1.01",
     sizes={"part_of_requests": (1, 40), "queues": ("shallow,even,deep", "even")} | {"orders": ("", "history,oracle")},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)

@@ -1,9 +1,6 @@
 """Run the parts `orders`, `replay` and `rhyme` of `benchmarks/rollout.py`: in virtual time, as a run decides."""
 
-from __future__ import annotations
-
 import os
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,10 +9,10 @@ from itertools import product
 from math import inf
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks import rollout_workloads as workloads
-from benchmarks.harness import Figures, progress
+from benchmarks.harness import Arguments, Figures, progress
 from benchmarks.rollout_workloads import PROMPT_TOKENS, STEP_S, STEPS_OF_EPOCH, WORKLOADS, Workload
 from fusion.costmodel.pace import EngineCost, StepSums
 from fusion.npu import DeviceConfig
@@ -23,13 +20,12 @@ from stalesync.job.config import Config
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.draft_texts import measured
 from stalesync.simulator.drafts import DraftSpec
-from stalesync.simulator.lengths import DrawnLengths, SimulatedPrompt
+from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 from stalesync.simulator.work import Bound, SimulatedWork
 
-Case = TypeVar("Case")
 Result = TypeVar("Result")
 
 RUNAWAYS = 0.01
@@ -91,19 +87,6 @@ class PublishedEngineCost(EngineCost):
         return [(fixed + STEP_S, slope) for fixed, slope in super().decode_lines(batch, drafted)]
 
 
-class SecondEpoch:
-    """The prompts of a second epoch, named as in a run."""
-
-    def __init__(self, forced: ForcedLengths, workload: Workload) -> None:
-        self._forced, self._members, self._taken = forced, range(workload.group_size), 0
-
-    def next(self, count: int) -> list[SimulatedPrompt]:
-        names = [f"e1-{row}" for row in range(self._taken, self._taken + count)]
-        self._taken += count
-        lengths = self._forced.of_groups(names, self._members)
-        return [SimulatedPrompt(name, PROMPT_TOKENS, own) for name, own in zip(names, lengths, strict=True)]
-
-
 class Rollout(NamedTuple):
     """One iteration's rollout. ``tail_s``: in which at most a tenth of the requests is left; ``bound_s``: with perfect
     balance; ``tokens``: generated."""
@@ -119,9 +102,9 @@ class Rollout(NamedTuple):
 
 
 def prepared(
-    workload: Workload, mode: Mode, seed: int, *, steps: int, rows: int | None = None, runaways: float = 0.0
-) -> tuple[SimulationSetup, ForcedLengths]:
-    """Return what a mode simulates of a workload, and the lengths of responses. ``rows``: of an epoch; None: endless;
+    workload: Workload, mode: Mode, seed: int, *, steps: int, rows: int, runaways: float = 0.0
+) -> tuple[SimulationSetup, DrawnLengths]:
+    """Return what a mode simulates of a workload, and the lengths of its responses. ``rows``: of an epoch;
     ``runaways``: share of responses at the maximum."""
     config = Config()
     config.device = DeviceConfig("emulated", pace=workload.model, pace_tokens=1, pace_speed=1.0)
@@ -147,19 +130,17 @@ def prepared(
     if (pipe := setup.admission.histopipe) is not None and not mode.search:
         pipe = replace(pipe, search=False, growth=inf)
         setup = replace(setup, admission=replace(setup.admission, histopipe=pipe))
-    forced = ForcedLengths.of(rollout, seed)
-    assert forced is not None
-    return setup, forced
+    forced: Any = ForcedLengths.of(rollout, seed)
+    return setup, DrawnLengths(forced, workload.group_size, PROMPT_TOKENS, rows)
 
 
 def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, epoch: int = 2) -> Rollout:
     """Simulate one iteration. ``epoch``: of its rows; in the first, nothing is known of their lengths."""
-    setup, forced = prepared(workload, mode, seed, steps=1, runaways=runaways)
-    run = SimulatedRun(setup, SecondEpoch(forced, workload))
+    setup, lengths = prepared(workload, mode, seed, steps=1, rows=workload.prompts, runaways=runaways)
+    first, run = lengths.next(workload.prompts), SimulatedRun(setup, lengths)
     if mode.order == "history" and epoch > 1:
-        rows = [f"e0-{row}" for row in range(workload.prompts)]
-        for row, lengths in enumerate(forced.of_groups(rows, range(workload.group_size))):
-            run.admission.buffer.history.observe(row, str(row), lengths)
+        for row, prompt in enumerate(first):
+            run.admission.buffer.history.observe(row, str(row), prompt.response_tokens)
         run.admission.buffer.history.end_step()
     if not mode.divided:
         _spread_over_ranks(run, setup.engine.num_ranks)
@@ -173,19 +154,16 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, e
 
 
 def _spread_over_ranks(run: SimulatedRun, num_ranks: int) -> None:
-    """Place the requests of an engine on its attention ranks one by one, as vLLM's data-parallel coordinator does: a
-    group is bound to an engine, not to a rank."""
-    start = run.cards.start
+    """Place the requests of an engine on its attention ranks one by one, as vLLM's data-parallel coordinator does."""
+    start: Any = run.cards.start
 
-    def spread(number: int, requests: Sequence[SimulatedRequest], version: int, *, stay: bool) -> None:
-        placed = [request._replace(kv_rank=index % num_ranks) for index, request in enumerate(requests)]
-        start(number, placed, version, stay=stay)
+    def spread(number: int, requests: Sequence[SimulatedRequest], *args: Any, **how: Any) -> None:
+        start(number, [one._replace(kv_rank=index % num_ranks) for index, one in enumerate(requests)], *args, **how)
 
     run.cards.start = spread  # type: ignore[method-assign]
 
 
-def in_processes(simulate_case: Callable[[Case], Result], cases: Iterable[Case]) -> dict[Case, Result]:
-    """Simulate cases on all cores."""
+def in_processes(simulate_case: Callable[[Any], Result], cases: Iterable[Any]) -> dict[Any, Result]:
     cases = list(cases)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(cases, pool.map(simulate_case, cases), strict=True))
@@ -221,19 +199,19 @@ def _drafts_of(drafts: DraftSpec, texts: str) -> DraftSpec:
 # ---- orders
 
 
-def orders(args: Namespace) -> Figures:
-    """Simulate every order, in the first and in the second epoch of the rows."""
+def orders(args: Arguments) -> Figures:
     queues, seeds, part = args.queues.split(","), range(1, args.seeds + 1), args.part_of_requests
     names = [name for name in ORDERS if not args.orders or name in args.orders.split(",")]
     found = in_processes(_simulate, product(queues, names, seeds, (0.0, RUNAWAYS), (1, 2), [part], [""]))
     figures: Figures = {}
     for queue, runaways, epoch in product(queues, (0.0, RUNAWAYS), (1, 2)):
         by_mode = figures[f"{queue}, {runaways:.0%} runaways, epoch {epoch}"] = {}
-        speed = {
-            mode: [found[queue, mode, seed, runaways, epoch, part, ""].tokens_per_s for seed in seeds] for mode in names
-        }
         for mode in names:
-            ratios = [one / most for one, most in zip(speed[mode], speed["oracle"], strict=True)]
+            speeds = (
+                [found[queue, one, seed, runaways, epoch, part, ""].tokens_per_s for seed in seeds]
+                for one in (mode, "oracle")
+            )
+            ratios = [one / most for one, most in zip(*speeds, strict=True)]
             by_mode[mode] = {"ratio_to_oracle": mean(ratios), "lowest": min(ratios)}
     return figures
 
@@ -241,8 +219,7 @@ def orders(args: Namespace) -> Figures:
 # ---- replay
 
 
-def replay(args: Namespace) -> Figures:
-    """Replay every workload in every mode, beside what is published."""
+def replay(args: Arguments) -> Figures:
     names, seeds, part, texts = args.workloads.split(","), range(1, args.seeds + 1), args.part_of_requests, args.texts
     modes = [(mode, 0.0, "") for mode in REPLAYED] + [(mode, RUNAWAYS, "") for mode in ("plain", "full")]
     modes += [(mode, 0.0, texts) for mode in ("seer", "full") if texts]
@@ -291,23 +268,21 @@ def _simulate_rhyme(case: tuple[str, int, int, str]) -> float:
     mode, workload = drafted(RHYME[name], texts), WORKLOADS["rhyme"].fewer(part)
     rows = workload.prompts * STEPS_OF_EPOCH
     # Two steps more than are measured: a run does not admit what it has no step left to train.
-    setup, forced = prepared(workload, mode, seed, steps=2 * STEPS_OF_EPOCH + 2, rows=rows)
-    lengths = DrawnLengths(forced, workload.group_size, PROMPT_TOKENS, rows)
+    setup, lengths = prepared(workload, mode, seed, steps=2 * STEPS_OF_EPOCH + 2, rows=rows)
     steps = SimulatedRun(setup, lengths).run()[STEPS_OF_EPOCH : 2 * STEPS_OF_EPOCH]
     assert all(lag <= mode.max_staleness for step in steps for lag in step.lags)
     return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
 
 
-def rhyme(args: Namespace) -> Figures:
-    """Simulate every mode, beside what is published."""
+def rhyme(args: Arguments) -> Figures:
     seeds, part = range(args.first_seed, args.first_seed + args.seeds), args.part_of_requests
-    drafted = [mode for mode in RHYME if args.texts and RHYME[mode].drafts is not None]
-    modes = [*product(RHYME, [""]), *product(drafted, [args.texts])]
+    modes = [(name, "") for name in RHYME]
+    modes += [(name, args.texts) for name, mode in RHYME.items() if args.texts and mode.drafts is not None]
     speed = in_processes(_simulate_rhyme, [(mode, seed, part, texts) for mode, texts in modes for seed in seeds])
     figures: Figures = {}
     for name, texts in modes:
         own = [speed[name, seed, part, texts] for seed in seeds]
         plain, mode = [speed["plain", seed, part, ""] for seed in seeds], f"{name}, texts" if texts else name
-        figures[mode] = compared(plain, own, WORKLOADS["rhyme"].ratio.get(name)) | {"tokens_per_s": mean(own)}
-        progress(mode, figures[mode])
+        found = compared(plain, own, WORKLOADS["rhyme"].ratio.get(name)) | {"tokens_per_s": mean(own)}
+        figures[mode] = progress(mode, found)
     return figures | {"full_over_histospec": figures["full"]["ratio"] / figures["histospec"]["ratio"]}

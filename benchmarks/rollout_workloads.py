@@ -6,10 +6,7 @@ a factor), `MAX_SEQS` and the placement of `plain` in an engine were chosen amon
 whose ratios on K2 and 72B had been seen.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
-from math import erf, exp, hypot, log, sqrt
 from pathlib import Path
 
 import yaml
@@ -20,26 +17,18 @@ from fusion.costmodel.presets import load_shape
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.resources import SHAPES
+from stalesync.prompts.lengths import ForcedLengths
 
 SPREAD = 0.89, 0.43
 """Standard deviations of the logarithm of lengths, between prompts and within a group: TailSieve's trace, whose median
 and 90th percentile they give (`stalesync/prompts/lengths.py`)"""
-
 PROMPT_TOKENS = 1024
 """Assumed: prompts' lengths are not published, and are short beside responses"""
-
 CHUNK_TOKENS = 2048
 """Tokens of a chunk; of Seer's about 8K (not published)"""
-
-MAX_SEQS = 256
-"""Sequences that an engine decodes at most: vLLM's default, `max_num_seqs`"""
-
-MAX_BATCH_TOKENS = 8192
-"""Tokens of a step at most: veRL's default"""
-
-KV_FRACTION = 0.9
-"""vLLM's default, `gpu_memory_utilization`"""
-
+MAX_SEQS, MAX_BATCH_TOKENS, KV_FRACTION = 256, 8192, 0.9
+"""Sequences that an engine decodes and tokens of a step, at most, and share of the memory: defaults of vLLM
+(`max_num_seqs`), veRL, and vLLM (`gpu_memory_utilization`)"""
 STEP_S = 15e-3
 """Seconds of a step beside those of the cost model: the host's scheduling, sampling and detokenizing, during which the
 card waits. Fitted to plain on Moonlight / K2: there the products of simulated seconds and published ones are equal"""
@@ -51,16 +40,9 @@ STEPS_OF_EPOCH = 3
 
 @dataclass(frozen=True)
 class Workload:
-    """One iteration's rollout.
-
-    Attributes:
-        infer: layout of an engine.
-        mean_tokens: of responses; None: their 99th percentile is the maximum, about 10 times the median (TailSieve).
-        weight_bytes: of a parameter in HBM.
-        max_seqs: sequences that an engine decodes at most.
-        spread: standard deviations of the logarithm of lengths, between prompts and within a group.
-        published: seconds of the rollout and of its tail; ratio: published speeds relative to `plain`, by mode.
-    """
+    """One iteration's rollout. ``infer``: layout of an engine; ``mean_tokens``: of responses, None: their 99th
+    percentile is the maximum, about 10 times the median (TailSieve); ``weight_bytes``: of a parameter in HBM;
+    ``published``: seconds of the rollout and of its tail; ``ratio``: published speeds relative to `plain`, by mode."""
 
     model: str
     gpus: int
@@ -101,41 +83,24 @@ class Workload:
             return self.max_tokens / 10
         for _ in range(60):
             middle = (low + high) / 2
-            below = capped_mean(middle, self.max_tokens, self.spread) < self.mean_tokens
+            below = ForcedLengths(0, middle, self.max_tokens, (*self.spread, 0.0)).mean < self.mean_tokens
             low, high = (middle, high) if below else (low, middle)
         return low
 
-    def fewer(self, part: int) -> Workload:
+    def fewer(self, part: int) -> "Workload":
         """Return the workload with one ``part``-th of its requests, in whole groups."""
         return replace(self, requests=self.requests // part // self.group_size * self.group_size)
 
 
 def hardware(workload: Workload) -> Hardware:
-    """Return the H800. Weights in FP8 are read and multiplied in half of the time; so
-    is the KV cache here, which is in bf16, but small for K2's latent attention."""
-    times = 2 / workload.weight_bytes
-    return replace(
-        HARDWARE,
-        flops=replace(HARDWARE.flops, value=HARDWARE.flops.value * times),
-        hbm_bytes_per_s=replace(HARDWARE.hbm_bytes_per_s, value=HARDWARE.hbm_bytes_per_s.value * times),
-    )
+    """Return the H800. Weights in FP8 are read and multiplied in half of the time; so is the KV cache here, which is in
+    bf16, but small for K2's latent attention."""
+    rates = {name: getattr(HARDWARE, name) for name in ("flops", "hbm_bytes_per_s")}
+    faster = {name: replace(one, value=one.value * 2 / workload.weight_bytes) for name, one in rates.items()}
+    return replace(HARDWARE, **faster)
 
 
-def capped_mean(median: float, cap: float, spread: tuple[float, float]) -> float:
-    """Return the mean of lognormal lengths, of which longer ones have the length ``cap``."""
-
-    def normal(x: float) -> float:
-        return (1 + erf(x / sqrt(2))) / 2
-
-    sigma = hypot(*spread)
-    bound = log(cap / median) / sigma
-    return median * exp(sigma**2 / 2) * normal(bound - sigma) + cap * (1 - normal(bound))
-
-
-def _read() -> dict[str, Workload]:
-    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    spreads = {name: {"spread": tuple(row["spread"])} if "spread" in row else {} for name, row in rows.items()}
-    return {name: Workload(**row | spreads[name] | {"infer": Parallel(**row["infer"])}) for name, row in rows.items()}
-
-
-WORKLOADS = _read()
+WORKLOADS = {
+    name: Workload(**row | {"infer": Parallel(**row["infer"]), "spread": tuple(row.get("spread", SPREAD))})
+    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()
+}

@@ -1,7 +1,5 @@
 """Models, base models and whole runs of benchmarks: what a user would start by a command is started so."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -26,20 +24,20 @@ def temporary_folder(**where: Any) -> Iterator[Path]:
         yield Path(name)
 
 
-def make_base(folder: Path, task: str, *options: str) -> Path:
-    """Make the base model of a task by `scripts/make_base.py`; return its folder."""
+def make_base(folder: Path, task: str, *options: str, target: str | None = None) -> Path:
+    """Make the base model of a task by `scripts/make_base.py`; return its folder. ``target``: accuracy; "": default."""
     command = [sys.executable, "scripts/make_base.py", task, str(folder), *options]
+    command += ["--target", target] if target else []
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 
-def train(
-    home: Path, overrides: Sequence[str], *, command: Sequence[str] = ("scripts/train.py",), **how: Any
-) -> list[Row]:
+TRAIN = sys.executable, "scripts/train.py"
+
+
+def train(home: Path, overrides: Sequence[str], *, command: Sequence[str] = TRAIN, **how: Any) -> list[Row]:
     """Run training in the new folder ``home`` as a user does; return the metrics of its steps. Others: as `follow`."""
-    program = [sys.executable] if command[0].endswith(".py") else []
-    run = [*program, *command, f"run.dir={home}", "run.name=run", *overrides]
-    return [row for _, row in follow(run, home, **how)]
+    return [row for _, row in follow([*command, f"run.dir={home}", "run.name=run", *overrides], home, **how)]
 
 
 def follow(
@@ -51,18 +49,14 @@ def follow(
     poll_s: float = 0.1,
     environment: Mapping[str, str] = {},  # noqa: B006
 ) -> list[tuple[float, Row]]:
-    """Run a command that writes `run/metrics.jsonl` in ``home``; return its rows, and when each was read.
-
-    Args:
-        until: ends the run by SIGTERM once it is true of the rows; None: the run goes to its end.
-    """
+    """Run a command that writes `run/metrics.jsonl` in ``home``; return its rows, and when each was read. ``until``:
+    ends the run by SIGTERM once it is true of the rows; None: the run goes to its end."""
     home.mkdir(parents=True, exist_ok=True)
     rows: list[tuple[float, Row]] = []
     end_s, read_bytes, reached = time.monotonic() + timeout_s, 0, False
     with (home / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT
-        )
+        files: Any = dict(stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, **files)
         try:
             while not reached and time.monotonic() < end_s:
                 ended = process.poll() is not None

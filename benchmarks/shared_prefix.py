@@ -8,14 +8,9 @@ A Qwen3-MoE of 53M parameters (fp32) on one emulated NPU with one thread. Both s
 medians.
 """
 
-import sys
-from argparse import Namespace
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, progress, timed
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, ratio_in_turns, rows_of, timed
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -24,16 +19,13 @@ BENCHMARK = Benchmark(
     "n8.ratio >= 3, short.ratio >= 0.95, short.shared_rows_share <= 0",
     sizes={"layers": (4, 2), "hidden": (512, 64), "long": (1024, 256), "answer": (512, 64)},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 import torch
 
-from benchmarks.models import moe_of, randomise
-from fusion.model import Mesh, Transformer
+from benchmarks.models import model_of, moe_of
 from fusion.npu import open_device
-from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
+from fusion.training import EmbeddedTrainEngine, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 from fusion.training.objective import SHARED
 from tests.training.sequences import sequences_of
@@ -43,22 +35,20 @@ TOKEN_BUDGET, CAPACITY_BYTES = 2304, 4 << 30
 """Of both sides: two whole sequences of the long prompt, or all that share it"""
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure both shapes of a group."""
+def measure(args: Arguments) -> Figures:
     device = open_device("emulated", capacity_bytes=CAPACITY_BYTES)
-    model = randomise(Transformer(moe_of(args), Mesh.single(), device, bucket_bytes=16 << 20))
+    model = model_of(moe_of(args), device, bucket_bytes=16 << 20)
     settings = TrainingConfig(token_budget=TOKEN_BUDGET, load_balancing_coef=0.0)
     engine = EmbeddedTrainEngine(model, model.mesh, device, settings)
     shapes = {"n8": (args.long, SHORT_ANSWER), "short": (SHORT_PROMPT, args.answer)}
-    figures: Figures = {}
-    for name, shape in shapes.items():
-        figures[name] = _compare(engine, _group(*shape), args.rounds)
-        progress(name, figures[name])
-    return figures
+    return rows_of(shapes, lambda name: _compare(engine, *shapes[name], args.rounds))
 
 
-def _compare(engine: EmbeddedTrainEngine, batch: Sequences, rounds: int) -> Figures:
-    found: Figures = {"floor": 1.0, "shared_rows_share": 0.0}
+def _compare(engine: EmbeddedTrainEngine, prompt: int, answer: int, rounds: int) -> Figures:
+    """Measure a group whose prompt and responses have so many tokens."""
+    random, sizes = torch.Generator().manual_seed(0), (prompt, *[answer] * GROUP)
+    shared, *responses = (torch.randint(2, 1000, (size,), generator=random).tolist() for size in sizes)
+    batch, found = sequences_of([shared] * GROUP, responses), {"floor": 1.0, "shared_rows_share": 0.0}
 
     def work() -> None:
         metrics = engine.forward_backward(batch, cross_entropy)
@@ -69,13 +59,4 @@ def _compare(engine: EmbeddedTrainEngine, batch: Sequences, rounds: int) -> Figu
         engine.config.share_prefixes = share
         return timed(work, device=engine.model.device)
 
-    seconds = medians(in_turns({share: partial(run, share) for share in ("off", "auto")}, rounds), "_s")
-    return {"ratio": seconds["off_s"] / seconds["auto_s"], **found, **seconds}
-
-
-def _group(prompt: int, answer: int) -> Sequences:
-    random = torch.Generator().manual_seed(0)
-    shared, *responses = (
-        torch.randint(2, 1000, (size,), generator=random).tolist() for size in (prompt, *[answer] * GROUP)
-    )
-    return sequences_of([shared] * GROUP, responses)
+    return ratio_in_turns({share: partial(run, share) for share in ("off", "auto")}, rounds) | found

@@ -1,16 +1,14 @@
 """Measure the speedup of stale-synchronous training: the same work in every mode, on emulated cards of modelled speed.
 
-Processes, Ray, queue and switches are real; only the time that cards take is modelled (`device=paced`), so the modes
-differ in how they spend the cards' time. Every mode has the same prompts, lengths (`stalesync.prompts.lengths`), cards
-and pace. Synchronous `separate` is run at every split of the cards, and the best is reported; splits whose modelled
-work alone takes longer than the best measured time are skipped. The one free parameter, the factor by which the cost of
-training is multiplied, is set so that `colocated` is the published 1.785 times as fast as `separate`
-(`benchmarks/stalesync_calibration.json`).
+Processes, Ray, queue and switches are real; only the time that cards take is modelled (`device=paced`). Every mode has
+the same prompts, lengths (`stalesync.prompts.lengths`), cards and pace. Synchronous `separate` is run at every split of
+the cards whose modelled work alone takes less than the best measured time, and the best is reported. The one free
+parameter, the factor of the cost of training, is set so that `colocated` is the published 1.785 times as fast as
+`separate` (`benchmarks/stalesync_calibration.json`).
 
 The work-conserving bound of a mode is the speed at which all its modelled work would be done if it were spread over all
-cards and decoded in full batches: every prompt prefilled once, every token decoded, every sample trained. Utilisation
-is the modelled work of full batches divided by the cards' time. A run whose cards overran their modelled time by more
-than 3 % is invalid.
+cards in full batches: every prompt prefilled once, every token decoded, every sample trained. Utilisation is that work
+over the cards' time. A run whose cards overran their modelled time by more than 3 % is invalid.
 
 --lending: in the tail of a step, cards that train leave generation, and train what is ready: the same run with and
 without (`stalesync.lend`). Running ahead, steps are long and short in turns, so only whole runs are compared.
@@ -18,18 +16,17 @@ without (`stalesync.lend`). Running ahead, steps are long and short in turns, so
 
 import json
 import sys
-from argparse import Namespace
 from dataclasses import replace
+from itertools import product
+from math import inf
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option
+from benchmarks.harness import Arguments, Benchmark, Figures, Option
 
 CALIBRATION = Path(__file__).with_name("stalesync_calibration.json")
 
 
-def check(args: Namespace) -> str:
+def check(args: Arguments) -> str:
     chosen = args.given & {"calibrate", "lending"}
     if len(chosen) > 1:
         return "--calibrate and --lending exclude each other"
@@ -50,9 +47,7 @@ BENCHMARK = Benchmark(
     sizes={"steps": (6, 1), "lending_steps": (14, 1), "cards": (8, 2), "prompts": (64, 2)}
     | {"speed": (96.0, 3000.0), "bounds": ((0, 1, 2), (0, 1))},
 )
-
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
+BENCHMARK.run_as(__name__)
 
 from benchmarks.paced import Measured, Mode, Workload, run
 from benchmarks.runs import temporary_folder
@@ -61,8 +56,7 @@ from tests.helpers import MINIMAL, runnable_checkpoint
 PUBLISHED = {"fusion_gain": 1.785, "stalesync_gain": 1.40, "total_gain": 2.5}
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure what the arguments ask for."""
+def measure(args: Arguments) -> Figures:
     training = json.loads(CALIBRATION.read_text())["training"]
     workload = Workload(training=training, cards=args.cards, prompts=args.prompts, speed=args.speed)
     with temporary_folder() as folder:
@@ -75,14 +69,16 @@ def measure(args: Namespace) -> Figures:
         return compared(args, workload, folder)
 
 
-def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
-    """Measure every mode, and the gains of the best over synchronous ones."""
-
-    def measured(*mode: object) -> Measured:
-        return run(Mode(*mode), workload, folder, args.steps)  # type: ignore[arg-type]
+def compared(args: Arguments, workload: Workload, folder: Path) -> Figures:
+    def measured(fusion: str, bound: int, generating: int | None = None) -> Measured:
+        return run(Mode(fusion, bound, generating), workload, folder, args.steps)
 
     colocated = measured("colocated", 0)
-    splits = best_splits(workload, folder, colocated, args.steps)
+    splits: dict[int, Measured] = {}
+    min_step_s = {cards: colocated.separate_s(cards, ahead=False) for cards in range(1, workload.cards)}
+    for cards in sorted(min_step_s, key=lambda cards: min_step_s[cards]):
+        if min_step_s[cards] < min((one.step_s for one in splits.values()), default=inf):
+            splits[cards] = measured("separate", 0, cards)
     modes = {"separate_s0": min(splits.values(), key=lambda one: one.step_s), "colocated_s0": colocated}
     for bound in args.bounds[1:]:
         modes[f"separate_s{bound}"] = measured("separate", bound, colocated.best_split(ahead=True))
@@ -94,61 +90,41 @@ def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
         if not name.endswith("s0") and (synchronous := speed.get(f"{name[:-1]}0")):
             figures[name]["over_synchronous"] = speed[name] / synchronous
     best = max((name for name in speed if not name.endswith("s0")), key=lambda name: speed[name])
-    gains = {
+    figures |= {
+        "best": best,
+        "best_ratio_to_bound": figures[best]["ratio_to_bound"],
         "fusion_gain": speed["colocated_s0"] / speed["separate_s0"],
         "stalesync_gain": speed[best] / speed["colocated_s0"],
         "total_gain": speed[best] / speed["separate_s0"],
     }
-    figures |= {"best": best, "best_ratio_to_bound": figures[best]["ratio_to_bound"]} | gains
-    figures["calibration_error"] = abs(gains["fusion_gain"] / PUBLISHED["fusion_gain"] - 1)
+    figures["calibration_error"] = abs(figures["fusion_gain"] / PUBLISHED["fusion_gain"] - 1)
     by_split = {str(cards): split.figures(colocated)["tokens_per_s"] for cards, split in splits.items()}
     return figures | {"published": PUBLISHED, "splits": by_split}
 
 
-def best_splits(workload: Workload, folder: Path, colocated: Measured, steps: int) -> dict[int, Measured]:
-    """Run synchronous `separate` at every split that could be the best; return figures by generating cards."""
-    found: dict[int, Measured] = {}
-
-    def min_step_s(generating: int) -> float:
-        return colocated.separate_s(generating, ahead=False)
-
-    for generating in sorted(range(1, workload.cards), key=min_step_s):
-        if min_step_s(generating) < min((one.step_s for one in found.values()), default=float("inf")):
-            found[generating] = run(Mode("separate", 0, generating), workload, folder, steps)
-    return found
-
-
-def lending(args: Namespace, workload: Workload, folder: Path) -> Figures:
-    """Run `hybrid` at staleness 1 with and without lending, in turns."""
+def lending(args: Arguments, workload: Workload, folder: Path) -> Figures:
     mode, figures = Mode("hybrid", 1, workload.cards // 2), dict[str, Figures]()
-    for round in range(args.rounds):
-        for lend in ("true", "false"):
-            found = run(mode, workload, folder, args.lending_steps, [f"stalesync.lend={lend}"])
-            figures[f"lend={lend}, round {round + 1}"] = found.figures() | {
-                "lent_card_s": found.mean("rollout/lent_card_s") * workload.speed,
-                "min_step_s": min(row["timing_s/step"] for row in found.rows) * workload.speed,
-                "max_step_s": max(row["timing_s/step"] for row in found.rows) * workload.speed,
-            }
-    on, off = (
-        sum(one["step_s"] for name, one in figures.items() if f"lend={lend}" in name) for lend in ("true", "false")
-    )
+    sides = ("true", "false")
+    for round, lend in product(range(args.rounds), sides):
+        found = run(mode, workload, folder, args.lending_steps, [f"stalesync.lend={lend}"])
+        step_s = [row["timing_s/step"] * workload.speed for row in found.rows]
+        lent_s = found.mean("rollout/lent_card_s") * workload.speed
+        own = {"lent_card_s": lent_s, "min_step_s": min(step_s), "max_step_s": max(step_s)}
+        figures[f"lend={lend}, round {round + 1}"] = found.figures() | own
+    on, off = (sum(one["step_s"] for name, one in figures.items() if f"lend={lend}" in name) for lend in sides)
     return figures | {"gain": off / on}
 
 
-def calibrated(args: Namespace, workload: Workload, folder: Path) -> Figures:
-    """Find the factor by which the cost of training must be multiplied.
-
-    One run of each split suffices for all factors: the rest of a step takes as long whatever training takes.
-    """
+def calibrated(args: Arguments, workload: Workload, folder: Path) -> Figures:
+    """Find the factor of the cost of training. One run of each split suffices for all factors: the rest of a step takes
+    as long whatever training takes."""
     first = replace(workload, training=8.0)
     colocated = run(Mode("colocated", 0), first, folder, args.steps)
     splits = [run(Mode("separate", 0, cards), first, folder, args.steps) for cards in range(2, first.cards - 1)]
 
     def gain(times: float) -> float:
-        def step_s(one: Measured) -> float:
-            return one.step_s + (times / first.training - 1) * one.train_s
-
-        return min(map(step_s, splits)) / step_s(colocated)
+        own, *others = (one.step_s + (times / first.training - 1) * one.train_s for one in (colocated, *splits))
+        return min(others) / own
 
     curve = {0.5 * i: gain(0.5 * i) for i in range(2, 80)}
     times = next((times for times, speedup in curve.items() if speedup >= PUBLISHED["fusion_gain"]), None)

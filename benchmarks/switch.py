@@ -5,48 +5,32 @@ both layouts share storage. The weights of Megatron-Core and of vLLM are stored 
 needed). For every pair, in both directions:
 
     moved     bytes sent between ranks, summed over all ranks
-    floor     min(shared, min(all_to_all, p2p) + memcpy) + local: the pair's byte matrix in one exchange, contiguous,
-              between allocated and warm buffers, by one `all_to_all_single` with uneven splits, by one batch of sends
-              and receives, or from the sender's memory (shared, unpacked); memcpy of the bytes that must be packed for
-              the first two, and of those that stay on their rank but change storage (local). Not included: unpacking,
-              allocating and freeing memory, and keeping order and bounds
+    floor     min(shared, min(all_to_all, p2p) + memcpy) + local: the pair's byte matrix in one contiguous exchange
+              between warm buffers, by `all_to_all_single`, by a batch of sends and receives, or from the sender's
+              memory (shared, unpacked); memcpy of the bytes that must be packed for the first two, and of those that
+              stay on their rank but change storage (local)
     switch    `Switcher.run`, from weights in one layout to weights in the other, verified element by element
     megatron  `megatron.core.resharding`, cached, same tensors and layouts, if importable
     extra     bytes at the peak beyond max(A, B) on the worst rank, in buckets (1/16 of the largest shard), allocated
               and reserved; for weights of Megatron-Core and vLLM beyond max(A, B) + the largest tensor that they leave
               whole. Megatron's is what it allocates beyond its two models, which must both be resident
     fits      whether a card whose capacity is max(A, B) + 4 buckets (and that tensor) suffices: to the switch, and to
-              two mutants of its plan, one that frees nothing and one in layer order. A card with room may reserve more:
-              free memory between units, which the allocator gives back where it is needed
+              two mutants of its plan, one that frees nothing and one in layer order
 
-Times are from the first rank's start to the last rank's end. All sides run in every round, in rotating order; figures
-are medians, the first round warms up. Every pair runs in fresh processes: the process groups and memory that Megatron
-leaves slow down both sides alike.
+Times are from the first rank's start to the last rank's end; figures are medians. Every pair runs in fresh processes:
+the process groups and memory that Megatron leaves slow down both sides alike.
 """
 
-import statistics
-import sys
-from argparse import Namespace
+import re
 from collections.abc import Mapping
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of, progress
+from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, medians_of, progress
 from fusion.model import Parallel
 from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_CPU, Format
 
-LAYOUTS = {
-    "EP4": Parallel(4, ep=4),
-    "TP2EP2": Parallel(4, tp=2, ep=2),
-    "TP2PP2": Parallel(4, tp=2, pp=2),
-    "TP4": Parallel(4, tp=4),
-    "TP2ETP2EP2": Parallel(4, tp=2, ep=2, etp=2),
-    "TP2PP2ETP2": Parallel(4, tp=2, pp=2, etp=2),
-    "TP4ETP4": Parallel(4, tp=4, etp=4),
-    "PP4": Parallel(4, pp=4),
-}
+WORLD, LAYOUTS = 4, "EP4 TP2EP2 TP2PP2 TP4 TP2ETP2EP2 TP2PP2ETP2 TP4ETP4 PP4".split()
 PAIRS = {f"{one}->EP4": (one, "EP4") for one in LAYOUTS if one != "EP4"}
 PAIRS |= {f"{one}->vllm EP4": (one, "vllm EP4") for one in ("TP2EP2", "TP2PP2", "megatron TP2EP2")}
 FORMATS: dict[str, Format] = {"": EMBEDDED, "megatron": MEGATRON, "vllm": VLLM_CPU}
@@ -55,10 +39,11 @@ FORMATS: dict[str, Format] = {"": EMBEDDED, "megatron": MEGATRON, "vllm": VLLM_C
 def end(name: str) -> tuple[Parallel, Format]:
     """Return the grid and the format of an end such as `EP4` or `vllm EP4`."""
     program, _, layout = name.rpartition(" ")
-    return LAYOUTS[layout], FORMATS[program]
+    sizes = {axis.lower(): int(size) for axis, size in re.findall(r"([A-Z]+)(\d)", layout)}
+    return Parallel(WORLD, **sizes), FORMATS[program]
 
 
-def check(args: Namespace) -> str:
+def check(args: Arguments) -> str:
     unknown = {*args.pairs.split(",")} - PAIRS.keys() if args.pairs else ()
     return f"unknown pairs {sorted(unknown)}: expected some of {sorted(PAIRS)}" if unknown else ""
 
@@ -76,10 +61,9 @@ BENCHMARK = Benchmark(
     "*.over_megatron <= 0.5, *.extra_of_megatron <= 0.25",
     check=check,
 )
+BENCHMARK.run_as(__name__)
 
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
-
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -92,11 +76,8 @@ from tests.ep_switch import megatron_peer
 from tests.ep_switch.mutants import frees_nothing, in_layer_order
 from tests.ep_switch.pair import Pair, wall
 
-WORLD = 4
 
-
-def measure(args: Namespace) -> Figures:
-    """Measure every pair in fresh processes, one per rank."""
+def measure(args: Arguments) -> Figures:
     if missing := megatron_peer.why_not():
         print(f"Megatron-Core is not measured: {missing} (pip install -r requirements/megatron.txt)")
     figures: Figures = {}
@@ -104,8 +85,7 @@ def measure(args: Namespace) -> Figures:
         one, other = PAIRS[pair]
         both_ways, *_ = on_cards(measure_pair, WORLD, moe_of(args), (one, other), args.rounds)
         for name, found in zip((f"{one}->{other}", f"{other}->{one}"), both_ways, strict=True):
-            figures[name] = found
-            progress(name, found)
+            figures[name] = progress(name, found)
     return figures
 
 
@@ -117,27 +97,23 @@ def measure_pair(rank: int, device: Device, config: ModelConfig, names: tuple[st
     pair.refill(0)
     floors = [Floor(device, byte_matrix(plan)) for plan in pair.plans]
     has_peer = first == second == EMBEDDED and megatron_peer.why_not() is None
-    refit = megatron_peer.Refit(config, device, one=one, other=other) if has_peer else None
-
-    def both(time: Any) -> Any:
-        return lambda round: [time(source, round) for source in (0, 1)]
-
-    sides = {
-        "switch": both(lambda source, round: pair.switch(source)[0]),
-        "floor": both(lambda source, round: floors[source].measure()),
+    sides: Any = {
+        "switch": lambda round: [pair.switch(source)[0] for source in (0, 1)],
+        "floor": lambda round: [floor.measure() for floor in floors],
     }
-    if refit is not None:
-        sides["megatron"] = both(lambda source, round: refit.time(source, verify=round < 0))
+    if has_peer:
+        refit = megatron_peer.Refit(config, device, one=one, other=other)
+        sides["megatron"] = lambda round: [refit.time(source, verify=round < 0) for source in (0, 1)]
     by_side = in_turns(sides, rounds)
     pair.verify(0)
     for source, found in enumerate(figures):
-        switch_s = statistics.median(times[source] for times in by_side["switch"])
+        switch_s = median(times[source] for times in by_side["switch"])
         wire, floor_s = floor_of(medians_of([one[source] for one in by_side["floor"]]))
         found |= {"moved_bytes": floors[source].moved, "switch_s": switch_s, "floor_s": floor_s, "wire": wire}
         found["ratio_to_floor"] = switch_s / floor_s
-        if refit is not None:
+        if has_peer:
             refits = [one[source] for one in by_side["megatron"]]
-            found["megatron_s"] = statistics.median(seconds for seconds, _ in refits)
+            found["megatron_s"] = median(seconds for seconds, _ in refits)
             found["over_megatron"] = switch_s / found["megatron_s"]
             peak = max(peak for _, peak in refits)
             found["extra_of_megatron"] = found["extra_buckets"] * pair.bucket_bytes / peak
@@ -170,67 +146,55 @@ def floor_of(seconds: Mapping[str, float]) -> tuple[str, float]:
     return wire, wires[wire] + seconds["local"]
 
 
-def byte_matrix(plan: Plan) -> list[list[int]]:
-    """Return bytes as [source rank][target rank]; on the diagonal those copied within a rank."""
-    size = max(plan.ranks) + 1
-    matrix = [[0] * size for _ in range(size)]
+def byte_matrix(plan: Plan) -> np.ndarray:
+    """Return bytes as [source rank, target rank], between layouts of one dtype; on the diagonal those copied within a
+    rank."""
+    matrix = np.zeros((max(plan.ranks) + 1,) * 2, np.int64)
     for round_ in plan.rounds:
-        for move in round_.moves:
-            itemsize = (plan.target.dtype if move.local else plan.wire_dtype).itemsize
-            matrix[move.source_rank][move.target_rank] += move.numel * itemsize
+        sender, receiver, numel, _ = round_.moves.ends.T
+        np.add.at(matrix, (sender, receiver), numel * plan.wire_dtype.itemsize)
     return matrix
 
 
 class Floor:
     """Holds the buffers of one direction of a pair and measures the exchanges between them."""
 
-    def __init__(self, device: Device, matrix: list[list[int]]):
-        self.device, me, world = device, dist.get_rank(), len(matrix)
-        self.sent = [0 if peer == me else matrix[me][peer] for peer in range(world)]
-        self.received = [0 if peer == me else matrix[peer][me] for peer in range(world)]
-        self.moved = sum(nbytes for i, row in enumerate(matrix) for j, nbytes in enumerate(row) if i != j)
-        """Bytes sent between ranks, summed over all ranks."""
-        self.packed = sum(self.sent)
+    def __init__(self, device: Device, matrix: np.ndarray):
+        self.device, me = device, dist.get_rank()
+        own, apart = int(matrix[me].sum()), matrix * (1 - np.eye(len(matrix), dtype=np.int64))
+        self.sent, self.received = apart[me].tolist(), apart[:, me].tolist()
+        self.moved, self.packed = int(apart.sum()), sum(self.sent)
+        """Bytes sent between all ranks, and by this one"""
         with device.owner("buckets"):
-            sizes = max(sum(matrix[me]), 1), max(sum(self.received), sum(matrix[me]), 1)
+            sizes = max(own, 1), max(sum(self.received), own, 1)
             self.send, self.receive = (
                 torch.zeros(size, dtype=torch.uint8, device=device.torch_device) for size in sizes
             )
         handles = gather_bytes(device.share([self.send]), dist.group.WORLD)
         mapped = {peer: device.map(handles[peer], [None])[0] for peer, nbytes in enumerate(self.received) if nbytes}
         self.peers = []
-        """This rank's bytes in every rank's send buffer, as views of it."""
-        for peer, row in enumerate(matrix):
-            start = sum(nbytes for other, nbytes in enumerate(row[:me]) if other != peer)
-            self.peers.append(mapped[peer][start : start + row[me]] if peer in mapped else self.send[:0])
+        """This rank's bytes in every rank's send buffer, as views of it"""
+        for peer, row in enumerate(apart):
+            start = int(row[:me].sum())
+            self.peers.append(mapped[peer][start : start + int(row[me])] if peer in mapped else self.send[:0])
 
     def measure(self) -> dict[str, float]:
         """Run every wire and copy once; return their seconds."""
         packed, source, target = self.packed, self.send, self.receive[: len(self.send)]
+        received = self.receive[: sum(self.received)]
+        ends = (dist.irecv, received.split(self.received)), (dist.isend, source[:packed].split(self.sent))
+
+        def p2p() -> None:
+            pieces = [(kind, piece, peer) for kind, pieces in ends for peer, piece in enumerate(pieces)]
+            operations = [dist.P2POp(*one) for one in pieces if one[1].numel()]
+            for request in dist.batch_isend_irecv(operations) if operations else ():
+                request.wait()
+
         works = {
-            "all_to_all": self._all_to_all,
-            "p2p": self._p2p,
-            "shared": self._shared,
+            "all_to_all": lambda: dist.all_to_all_single(received, source[:packed], self.received, self.sent),
+            "p2p": p2p,
+            "shared": lambda: [into.copy_(piece) for into, piece in zip(ends[0][1], self.peers, strict=True)],
             "memcpy": lambda: target[:packed].copy_(source[:packed]),
             "local": lambda: target[packed:].copy_(source[packed:]),
         }
         return {name: wall(self.device, work) for name, work in works.items()}
-
-    def _all_to_all(self) -> None:
-        receive, send = self.receive[: sum(self.received)], self.send[: self.packed]
-        dist.all_to_all_single(receive, send, self.received, self.sent)
-
-    def _p2p(self) -> None:
-        operations = [
-            dist.P2POp(kind, piece, peer)
-            for kind, buffer, sizes in ((dist.irecv, self.receive, self.received), (dist.isend, self.send, self.sent))
-            for peer, piece in enumerate(buffer[: sum(sizes)].split(sizes))
-            if piece.numel()
-        ]
-        for request in dist.batch_isend_irecv(operations) if operations else ():
-            request.wait()
-
-    def _shared(self) -> None:
-        pieces = self.receive[: sum(self.received)].split(self.received)
-        for into, piece in zip(pieces, self.peers, strict=True):
-            into.copy_(piece)

@@ -2,25 +2,22 @@
 
 The task of the quickstart on one card: same base model, prompts in the same order, 64 prompts x 8 samples of at most 5
 tokens, all generated at once, two minibatches, KL to the reference, optimizer and number of threads. rlfusion runs on
-one emulated card, with Ray, queue and switches; TRL in one process on the plain CPU. Every round runs both sides, in
-rotating order, each until the mean reward of five steps reaches 0.9. A step's time is that between two rows of
-metrics.jsonl, so it holds all that a run does; a round's figure is the median of its steps, the ratio that of the
-medians of the rounds. --smoke runs rlfusion's side alone where TRL is not installed.
+one emulated card, with Ray, queue and switches; TRL in one process on the plain CPU. Both sides run in turns, each
+until the mean reward of five steps reaches 0.9. A step's time is that between two rows of metrics.jsonl, so it holds
+all that a run does; figures are medians of a round's steps, and of the rounds. --smoke runs rlfusion's side alone where
+TRL is not installed.
 """
 
 import json
-import statistics
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.harness import ROOT, Benchmark, Figures, Option, in_turns, progress
+from benchmarks.harness import ROOT, Arguments, Benchmark, Figures, Option, in_turns, progress
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -34,49 +31,41 @@ BENCHMARK = Benchmark(
     extra="config overrides of rlfusion's side",
     sizes={"prompts": (64, 8), "target": ("", "0")},
 )
+BENCHMARK.run_as(__name__)
 
-if __name__ == "__main__":
-    sys.exit(BENCHMARK.main())
-
-from benchmarks.runs import follow, make_base, temporary_folder
+from benchmarks.runs import Row, follow, make_base, temporary_folder
 
 VERSION = "1.16.0"
 TASK = {"group_size": 8, "response_tokens": 5, "minibatches": 2, "kl_coef": 0.001, "lr": 5e-4, "betas": [0.9, 0.99]}
 REACHED, WINDOW, POLL_S = 0.9, 5, 0.005
 
 
-def measure(args: Namespace) -> Figures:
-    """Run both sides in turns."""
-    installed = version_of(args.trl)
+def measure(args: Arguments) -> Figures:
+    ask = [args.trl, "-c", "import importlib.metadata as m; print(m.version('trl'))"]
+    installed = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
     if installed != VERSION and not args.smoke:
         sys.exit(f"--trl {args.trl}: TRL {VERSION} is expected (requirements/trl.txt), found {installed or 'none'}")
     task = TASK | {"prompts": args.prompts}
     with temporary_folder() as folder:
-        base = make_base(folder / "base", "addition", *(["--target", args.target] if args.target else []))
+        base = make_base(folder / "base", "addition", target=args.target)
+
+        def ended(rows: Sequence[Row]) -> bool:
+            return len(rows) >= args.steps or reached([row["critic/rewards/mean"] for row in rows])
 
         def run(side: str, round: int) -> Figures:
             home = folder / f"{side}-{round}"
             options: Any = dict(base=base, home=home, steps=args.steps, seed=round, task=task)
             command = ours(args.overrides, **options) if side == "rlfusion" else theirs(args.trl, **options)
             environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-            rows = follow(command, home, until=lambda rows: ends(rows, args.steps), poll_s=POLL_S,
-                          environment=environment)  # fmt: skip
+            rows = follow(command, home, until=ended, poll_s=POLL_S, environment=environment)
             found = figures_of([when for when, _ in rows], [row["critic/rewards/mean"] for _, row in rows])
-            progress(f"{side}, round {round + 1}", found)
-            return found
+            return progress(f"{side}, round {round + 1}", found)
 
         sides = ["rlfusion", *(["trl"] if installed == VERSION else [])]
         return summary(in_turns({name: partial(run, name) for name in sides}, args.rounds, warm_ups=0))
 
 
-def version_of(python: str) -> str:
-    """Return the version of TRL that an interpreter has; "": none."""
-    ask = "import importlib.metadata as m; print(m.version('trl'))"
-    return subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.strip()
-
-
 def ours(overrides: Sequence[str], *, base: Path, home: Path, steps: int, seed: int, task: dict[str, Any]) -> list[str]:
-    """Return the command of rlfusion's side."""
     options = f"""model.path={base} run.dir={home} run.name=run run.steps={steps} run.seed={seed} run.eval_prompts=0
     cluster=one device=emulated parallel=single data=addition data.max_prompt_length=8
     data.prompts_per_step={task["prompts"]} reward=arithmetic rollout.max_response_length={task["response_tokens"]}
@@ -88,7 +77,6 @@ def ours(overrides: Sequence[str], *, base: Path, home: Path, steps: int, seed: 
 
 
 def theirs(python: str, *, base: Path, home: Path, steps: int, seed: int, task: dict[str, Any]) -> list[str]:
-    """Return the command of TRL's side."""
     (home / "run").mkdir(parents=True)
     options = dict(model=str(base), folder=str(home / "run"), steps=steps, seed=seed, task=task)
     code = "import json, sys; sys.path.insert(0, sys.argv[1]); from benchmarks.trl import train; "
@@ -98,25 +86,15 @@ def theirs(python: str, *, base: Path, home: Path, steps: int, seed: int, task: 
 def figures_of(times: Sequence[float], rewards: Sequence[float]) -> Figures:
     """Return the figures of a run from the times at which its steps ended, and their rewards. `step_s`: median seconds
     of a step; `reached_s`: seconds of the steps until `REACHED`, None: it was not."""
-    step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    step_s = median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
     seconds = times[-1] - times[0] + step_s  # the first step began one step before its end
-    reward = statistics.mean(rewards[-WINDOW:])
-    return {
-        "step_s": step_s,
-        "reached_s": seconds if reached(rewards) else None,
-        "steps": len(rewards),
-        "reward": reward,
-    }
-
-
-def ends(rows: Sequence[dict[str, float]], steps: int) -> bool:
-    """Whether a run with these metrics has reached the reward, or done its steps."""
-    return len(rows) >= steps or reached([row["critic/rewards/mean"] for row in rows])
+    reached_s = seconds if reached(rewards) else None
+    return {"step_s": step_s, "reached_s": reached_s, "steps": len(rewards), "reward": mean(rewards[-WINDOW:])}
 
 
 def reached(rewards: Sequence[float]) -> bool:
     """Whether the mean of the last `WINDOW` steps has reached the reward."""
-    return len(rewards) >= WINDOW and sum(rewards[-WINDOW:]) / WINDOW >= REACHED
+    return len(rewards) >= WINDOW and mean(rewards[-WINDOW:]) >= REACHED
 
 
 def summary(runs_by_side: dict[str, list[Figures]]) -> Figures:
@@ -125,7 +103,7 @@ def summary(runs_by_side: dict[str, list[Figures]]) -> Figures:
     for name in ("step", "reached"):
         for side, runs in runs_by_side.items():
             seconds = [one[f"{name}_s"] for one in runs]
-            found[f"{side}_{name}_s"] = None if None in seconds else statistics.median(seconds)
+            found[f"{side}_{name}_s"] = None if None in seconds else median(seconds)
         ours, theirs = (found.get(f"{side}_{name}_s") for side in ("rlfusion", "trl"))
         if ours and theirs:
             found[f"{name}_ratio"] = theirs / ours
@@ -133,22 +111,20 @@ def summary(runs_by_side: dict[str, list[Figures]]) -> Figures:
 
 
 def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any]) -> None:
-    """Train ``steps`` rollout batches; append a row to ``folder``/metrics.jsonl when one is trained.
-
-    Args:
-        model: folder of the base model.
-        task: `TASK`, with the number of prompts.
-    """
+    """Train ``steps`` rollout batches by TRL; append a row to ``folder``/metrics.jsonl when one is trained."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from fusion.rewards.arithmetic import arithmetic
+    from stalesync.prompts import DataConfig, PromptSource
 
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    rewards: list[float] = []
+    data = DataConfig(source="addition", max_prompt_length=8, prompts_per_step=task["prompts"])
+    source, rewards = PromptSource(data, tokenizer, seed), list[float]()  # prompts in the order of rlfusion's side
+    rows = [{"prompt": prompt.text, "answer": prompt.answer} for _ in range(steps) for prompt in source.next()]
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
         scores = [arithmetic(*one) for one in zip(prompts, completions, answer, strict=True)]
@@ -169,23 +145,12 @@ def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any
     adam |= dict(weight_decay=0.0, lr_scheduler_type="constant", gradient_accumulation_steps=1)
     how: Any = dict(gradient_checkpointing=False, shuffle_dataset=False, bf16=False, use_cpu=True, disable_tqdm=True)
     how |= dict(output_dir=folder, seed=seed, report_to="none", save_strategy="no", logging_steps=parts)
-    config = GRPOConfig(**sizes, **loss, **adam, **how)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_list(list(rows_of(tokenizer, task, steps=steps, seed=seed))),
+        args=GRPOConfig(**sizes, **loss, **adam, **how),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Record()],
     )
     trainer.train()
-
-
-def rows_of(tokenizer: Any, task: dict[str, Any], *, steps: int, seed: int) -> Iterator[dict[str, str]]:
-    """Yield the prompts of a run of this seed, in the order in which rlfusion draws them."""
-    from stalesync.prompts import DataConfig, PromptSource
-
-    config = DataConfig(source="addition", max_prompt_length=8, prompts_per_step=task["prompts"])
-    source = PromptSource(config, tokenizer, seed)
-    for _ in range(steps):
-        yield from ({"prompt": prompt.text, "answer": prompt.answer} for prompt in source.next())

@@ -18,6 +18,7 @@ from benchmarks.rollout_workloads import WORKLOADS
 from benchmarks.runs import follow, new_lines
 from benchmarks.switch import floor_of
 from benchmarks.trl import figures_of, summary
+from stalesync.prompts.lengths import ForcedLengths
 from tests.rollout.drafts.modelled_engines import Cluster
 
 
@@ -243,11 +244,9 @@ def test_a_mode_is_compared_by_seed_and_with_what_is_published():
 
 
 def test_published_workloads_have_the_mean_length_that_is_published():
-    from benchmarks.rollout_workloads import capped_mean
-
     for name in ("moonlight", "qwen2_vl_72b", "kimi_k2"):
         workload = WORKLOADS[name]
-        mean = capped_mean(workload.median_tokens, workload.max_tokens, workload.spread)
+        mean = ForcedLengths(0, workload.median_tokens, workload.max_tokens, (*workload.spread, 0.0)).mean
         assert mean == pytest.approx(workload.mean_tokens, rel=1e-6) and workload.kv_tokens > workload.max_tokens
         assert workload.ratio.keys() < rollout_virtual.REPLAYED.keys()
         part = workload.fewer(40)

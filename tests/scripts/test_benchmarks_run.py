@@ -15,7 +15,7 @@ from benchmarks.harness import leaves
 from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRIES = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in path.read_text())
+ENTRIES = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "\nBENCHMARK = " in path.read_text())
 BENCHMARKS = {path.stem: importlib.import_module(f"benchmarks.{path.stem}").BENCHMARK for path in ENTRIES}
 PARTS = [(name, part) for name, benchmark in BENCHMARKS.items() for part in benchmark.parts]
 

@@ -15,7 +15,7 @@ from tests.machine import cpu_within, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "ray", "transformers"}
-BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in path.read_text())
+BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py") if "\nBENCHMARK = " in path.read_text())
 QUICKSTART = (
     "run.name=quickstart run.steps=80 model.path=runs/base/addition cluster=four device=emulated parallel=tp2ep2_ep4 "
     "data=addition data.max_prompt_length=8 reward=arithmetic rollout.max_response_length=5 algorithm=grpo "
