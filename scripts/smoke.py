@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, names: list[str]) -> int:
 
     cards = options.cards or (4 if options.device == "emulated" else None)
     missing = missing_for(options.device)
-    if variables := card_environment(options.device, cards=cards or len(card_files())):
+    if variables := card_environment(options.device, cards=cards or len(card_files()), deterministic=True):
         print(f"environment: {describe(variables, exported_here())}")
     for one in missing:
         print(one, file=sys.stderr)

@@ -76,6 +76,7 @@ class LoadedWorker:
             capacity_bytes=wanted.capacity_bytes,
             streams=wanted.streams,
             operators=wanted.operators,
+            deterministic=wanted.deterministic,
             rates=(wanted.host_bytes_per_s, wanted.wire_bytes_per_s),
         )
         parts = self._parts or worker_parts(spec)

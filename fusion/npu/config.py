@@ -48,6 +48,10 @@ class DeviceConfig(Group, path="device"):
     generation), `cpu` (fused, of emulated cards), `plain` (composed of PyTorch's), or `auto`: the fastest that the card
     has."""
 
+    deterministic: bool = key(False, only={"kind": ("auto", "npu", "cuda")}, refused=False)
+    """Real cards: vendors' operators and collectives add in one order, so that equal runs are equal to the bit
+    (`torch.use_deterministic_algorithms`; slower). Operators that have no such order warn. Emulated cards always do."""
+
     streams: str = key("eager", one_of=STREAMS, only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
     copies and collectives as late as synchronisation allows, and freed memory is poisoned, so that a missing wait

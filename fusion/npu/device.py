@@ -135,15 +135,22 @@ def open_device(
     capacity_bytes: int | None = None,
     streams: str = "eager",
     operators: str = "auto",
+    deterministic: bool = False,
     rates: tuple[float, float] | None = None,
 ) -> Device:
     """Open card `index` and make it the current one of this thread.
     ``kind``: see DeviceConfig.kind.
     ``capacity_bytes``: HBM of an emulated card (None: 2 GiB); a limit for this process on a real one.
-    ``streams``, ``operators``: see DeviceConfig.
+    ``streams``, ``operators``, ``deterministic``: see DeviceConfig.
     ``rates``: `host_bytes_per_s` and `wire_bytes_per_s` of DeviceConfig; None: their defaults.
     Raise ValueError: the kind does not exist or is not available."""
-    config = DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams, operators=operators)
+    config = DeviceConfig(
+        kind=kind,
+        capacity_bytes=capacity_bytes,
+        streams=streams,
+        operators=operators,
+        deterministic=deterministic,
+    )
     if rates is not None:
         config.host_bytes_per_s, config.wire_bytes_per_s = rates
     config.validate()
@@ -155,22 +162,24 @@ def open_device(
 
 
 def _open(kind: str, index: int, config: DeviceConfig) -> Device:
-    capacity_bytes = config.capacity_bytes
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
-        return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
+        return _accelerator("npu", npu, index, config)
     if kind == "cuda":
         check_cards(kind)
     if kind in ("auto", "cuda") and torch.cuda.is_available():
-        return _accelerator("cuda", torch.cuda, index, capacity_bytes=capacity_bytes)
+        return _accelerator("cuda", torch.cuda, index, config)
     return _emulated(index, config)
 
 
-def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
+def _accelerator(kind: str, module: Any, index: int, config: DeviceConfig) -> Device:
     from fusion.npu.accelerator import RealDevice
 
     # Fixed segments that a switch frees rarely fit what it allocates. Read at the first tensor.
     os.environ.setdefault(f"PYTORCH_{kind.upper()}_ALLOC_CONF", "expandable_segments:True")
-    return RealDevice(kind, module, index, capacity_bytes=capacity_bytes)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return RealDevice(kind, module, index, capacity_bytes=config.capacity_bytes)
 
 
 def _emulated(index: int, config: DeviceConfig) -> Device:

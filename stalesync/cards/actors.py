@@ -83,7 +83,12 @@ class CardActors:
     def _environment(self, kind: str) -> dict[str, Any]:
         """Return the option that sets the variables of the cards' processes, but for those that a host exports."""
         spec: WorkerSpec = self._args[0]
-        variables = card_environment(kind, cards=spec.world, communicators=cost_of(spec).communicators)
+        variables = card_environment(
+            kind,
+            cards=spec.world,
+            communicators=cost_of(spec).communicators,
+            deterministic=spec.device.deterministic,
+        )
         if not variables:
             return {}
         remote: Any = ray.remote

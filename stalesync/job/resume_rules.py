@@ -67,7 +67,8 @@ _KEYS = {
         stalesync.train_tokens stalesync.lend
         cluster.npus cluster.address cluster.hardware cluster.stage_timeout_s
         device.kind device.capacity_bytes device.operators device.streams device.host_bytes_per_s
-        device.wire_bytes_per_s device.pace device.pace_tokens device.pace_speed device.pace_training""",
+        device.wire_bytes_per_s device.deterministic device.pace device.pace_tokens device.pace_speed
+        device.pace_training""",
     Rule.NEW_GROUPS: """
         data.prompt_field data.answer_field data.long_prompts data.chat_template data.min_digits data.max_digits
         data.max_terms data.chat_template_kwargs data.system_prompt""",

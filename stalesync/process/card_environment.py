@@ -17,20 +17,27 @@ MAX_BUFFER_MB = 200
 CONNECT_TIMEOUT_S = (120, 7200)
 """HCCL's own default, and its maximum"""
 
+DETERMINISTIC = {"npu": {"HCCL_DETERMINISTIC": "true"}, "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}}
+"""Kind of card → what makes its collectives and products repeatable to the bit"""
+
 
 def card_files() -> list[str]:
     """Return the device files of this host's Ascend cards."""
     return glob.glob("/dev/davinci[0-9]*")
 
 
-def card_environment(kind: str, *, cards: int = 1, communicators: int = 1) -> dict[str, str]:
-    """Return the variables of a kind of card (`npu`, `cuda`, `emulated`); only Ascend cards have some. ``cards``: of
-    the run: the more there are, the longer the last one takes to come; ``communicators``: of the card that has the
-    most."""
+def card_environment(
+    kind: str, *, cards: int = 1, communicators: int = 1, deterministic: bool = False
+) -> dict[str, str]:
+    """Return the variables of a kind of card (`npu`, `cuda`, `emulated`). ``cards``: of the run: the more there are,
+    the longer the last one takes to come; ``communicators``: of the card that has the most; ``deterministic``:
+    `device.deterministic`."""
+    variables = DETERMINISTIC.get(kind, {}) if deterministic else {}
     if kind != "npu":
-        return {}
+        return dict(variables)
     buffer_mb = min(MAX_BUFFER_MB, HCCL_BYTES // (2 << 20) // max(1, communicators))  # one to send, one to receive
     return {
+        **variables,
         "HCCL_BUFFSIZE": str(max(1, buffer_mb)),
         "HCCL_CONNECT_TIMEOUT": str(min(CONNECT_TIMEOUT_S[0] + 2 * cards, CONNECT_TIMEOUT_S[1])),
         "HCCL_OP_EXPANSION_MODE": "AIV",
@@ -61,7 +68,8 @@ def bind_to_cores(kind: str, card: str) -> None:
 
 def exported_here() -> dict[str, str]:
     """Return what this process's environment has of the variables that `card_environment` sets."""
-    return {name: os.environ[name] for name in card_environment("npu") if name in os.environ}
+    names = {name for kind in DETERMINISTIC for name in card_environment(kind, deterministic=True)}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def without(variables: Mapping[str, str], exported: Mapping[str, str]) -> dict[str, str]:

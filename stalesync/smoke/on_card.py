@@ -255,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
         module = torch.get_device_module(open_device(options.kind).torch_device)
         print(json.dumps({"cards": module.device_count()}))
         return
-    device = open_device(options.kind, index=options.rank)
+    device = open_device(options.kind, index=options.rank, deterministic=True)
     if options.stage in ALONE:
         print(json.dumps(ALONE[options.stage](device)))
         return

@@ -115,7 +115,7 @@ class Stages:
 
     def _run(self, commands: list[list[str]]) -> StageOutcome:
         variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        variables |= card_environment(self.kind, cards=self.cards or 1)
+        variables |= card_environment(self.kind, cards=self.cards or 1, deterministic=True)
         return run_processes(commands, timeout_s=self.timeout_s, cwd=self.folder, variables=variables)
 
     def _on_card(self, stage: str, *, rank: int = 0, world: int = 1, store: Path | None = None) -> list[str]:

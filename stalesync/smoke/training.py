@@ -31,7 +31,7 @@ def train_command(python: str, folder: Path, *, kind: str, cards: int) -> list[s
     }
     settings = """model.dtype=bfloat16 run.name=smoke run.eval_prompts=8 data=addition data.max_prompt_length=8
         data.prompts_per_step=4 reward=arithmetic rollout.max_response_length=5 algorithm=grpo algorithm.group_size=8
-        algorithm.minibatches=2 training.lr=5e-4 fusion.checksum=true""".split()
+        algorithm.minibatches=2 training.lr=5e-4 fusion.checksum=true device.deterministic=true""".split()
     folders = [f"run.dir={folder / 'runs'}", f"model.path={folder / 'base'}"]
     settings += [f"run.steps={STEPS}", f"cluster.npus={cards}", f"device={kind}", *layouts[cards]]
     return [python, str(SCRIPTS / "train.py"), *folders, *settings]

@@ -127,6 +127,23 @@ def test_owners_by_weak_references_follow_the_storages():
     assert owners.bytes_by_owner() == {"buckets": KIB}
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_real_card_adds_in_one_order_only_if_asked_to(deterministic, monkeypatch):
+    """Whether vendors' operators do so then, only a card can tell."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("fusion.npu.accelerator.RealDevice", lambda kind, *rest, **more: LedgerDevice(0, 1 << 20))
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        open_device("cuda", operators="plain", deterministic=deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == deterministic
+        open_device("emulated", deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param("npu", marks=pytest.mark.npu), pytest.param("cuda", marks=pytest.mark.gpu)]
 )

@@ -41,6 +41,16 @@ def test_other_cards_need_none(kind):
     assert card_environment(kind, cards=768, communicators=10) == {}
 
 
+@pytest.mark.parametrize("kind", ["npu", "cuda", "emulated"])
+def test_sums_have_one_order_where_that_is_asked_for(kind, monkeypatch):
+    added = dict(card_environment(kind, deterministic=True).items() - card_environment(kind).items())
+    wanted = {"npu": ("HCCL_DETERMINISTIC", "true"), "cuda": ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")}
+    assert added == dict([wanted[kind]] if kind in wanted else [])
+    for name in added:
+        monkeypatch.setenv(name, "exported")
+    assert added.keys() <= exported_here().keys()
+
+
 def test_what_is_exported_stays(monkeypatch):
     variables = card_environment("npu", cards=768, communicators=10)
     for name in variables:
