@@ -22,7 +22,6 @@ from stalesync.simulator.draft_texts import measured
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.run import SimulatedRun
-from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 from stalesync.simulator.work import Bound, SimulatedWork
 
@@ -142,8 +141,6 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, e
         for row, prompt in enumerate(first):
             run.admission.buffer.history.observe(row, str(row), prompt.response_tokens)
         run.admission.buffer.history.end_step()
-    if not mode.divided:
-        _spread_over_ranks(run, setup.engine.num_ranks)
     run.admission.observe_kv_tokens(workload.kv_tokens * setup.engine.num_ranks)
     (step,) = run.run()
     work = SimulatedWork(0.0, step.work.contexts, step.work.prefilled, step.work.prefill_pairs)
@@ -151,16 +148,6 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, e
     steps_s = STEP_S * work.decodes / (workload.max_seqs * workload.engines)
     bound_s = Bound(setup)(work).generation / workload.gpus + steps_s
     return Rollout(step.generate_s, step.tail_s, bound_s, step.tokens - workload.requests * PROMPT_TOKENS)
-
-
-def _spread_over_ranks(run: SimulatedRun, num_ranks: int) -> None:
-    """Place the requests of an engine on its attention ranks one by one, as vLLM's data-parallel coordinator does."""
-    start: Any = run.cards.start
-
-    def spread(number: int, requests: Sequence[SimulatedRequest], *args: Any, **how: Any) -> None:
-        start(number, [one._replace(kv_rank=index % num_ranks) for index, one in enumerate(requests)], *args, **how)
-
-    run.cards.start = spread  # type: ignore[method-assign]
 
 
 def in_processes(simulate_case: Callable[[Any], Result], cases: Iterable[Any]) -> dict[Any, Result]:
