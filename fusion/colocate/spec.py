@@ -75,11 +75,11 @@ class WorkerSpec:
     @property
     def engines(self) -> list[tuple[int, ...]]:
         """The ranks of every engine."""
-        return self.deployment.engines(self.infer.engine.world)
+        return self.deployment.engines(self.infer.of_one_engine.world)
 
     @property
     def infer_of_one_engine(self) -> Parallel:
-        return self.infer.engine
+        return self.infer.of_one_engine
 
     @property
     def drafting_ranks(self) -> list[int]:

@@ -98,7 +98,7 @@ class Parallel:
         return replace(self, cp=1, dcp=1)
 
     @property
-    def engine(self) -> "Parallel":
+    def of_one_engine(self) -> "Parallel":
         """The layout of one engine: the smallest range of ranks with complete TP, expert and pipeline groups."""
         return replace(self, world=self.pp * lcm(self.tp, self.ep * self.etp))
 

@@ -255,8 +255,8 @@ class Config:
             check_megatron(model, self.train_layout)
         check_supported(self, "rollout.backend")
         if self.rollout.backend == "vllm":
-            check_vllm(model.without_predictors, self.infer_layout.engine, self.device)
-        self.deployment.engines(self.infer_layout.engine.world)
+            check_vllm(model.without_predictors, self.infer_layout.of_one_engine, self.device)
+        self.deployment.engines(self.infer_layout.of_one_engine.world)
         if self.fusion.score_cards and self.deployment.reference:
             self.score_layout(model, self.deployment.reference)
         if self.reward.model:

@@ -40,7 +40,7 @@ class Limits:
 
     @property
     def engines(self) -> list[tuple[int, ...]]:
-        return self.config.deployment.engines(self.config.infer_layout.engine.world)
+        return self.config.deployment.engines(self.config.infer_layout.of_one_engine.world)
 
     @property
     def start(self) -> InferenceShare:
