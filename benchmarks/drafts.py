@@ -235,7 +235,7 @@ def _decoded(drafter: TextDrafter, prompt: tuple[int, ...], group: str, texts_of
             if draft is not None:
                 one = Verification.of(seq, draft, BLOCK_SIZE)
                 kept = one.follow([next_tokens[depth] for depth in one.depths])
-                drafter.observe(one, kept)
+                drafter.observe([(one, kept)])
             seq.tokens += next_tokens[: len(kept)]
             forwards += 1
         for seq, said in live:

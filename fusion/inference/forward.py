@@ -22,6 +22,9 @@ from fusion.inference.sequence import EngineStep, Sequence
 from fusion.model import Mesh, Routed, RowSplit, Transformer, routing_dtype, routing_of, whole_rows
 from fusion.npu import Device
 
+SMALL_LOGITS = 1 << 20
+"""Logits that are in memory at a time, however few rows a step without drafts has."""
+
 
 class Forward:
     """Compute steps. Collective over the mesh. ``seed``: seed of the run; ``routing``: records the experts of all
@@ -165,8 +168,9 @@ class Forward:
         tokens: list[int] = []
         logprobs: list[float] = []
         kept: list[bytes] = []
-        for start in range(0, len(sequences), self.max_rows):
-            rows = slice(start, start + self.max_rows)
+        max_rows = max(self.max_rows, SMALL_LOGITS // self.model.config.vocab_size)
+        for start in range(0, len(sequences), max_rows):
+            rows = slice(start, start + max_rows)
             logits = self._whole_rows(self.model.head.logits(hidden[rows]))
             some = sample(logits, [seq.params for seq in sequences[rows]], noise[rows])
             tokens += some.tokens

@@ -135,22 +135,29 @@ class Scheduler:
                 outputs.append(self._end(seq, reason))
         self.counters.generated_tokens += single
         self.counters.decoded_sequences += len(step.decodes) + len(step.verified)
+        verified: list[tuple[Verification, list[int]]] = []
         for one in step.verified:
             rows = slice(single, single := single + len(one))
-            if reason := self._keep(one, tokens[rows], logprobs[rows], kept[rows]):
+            kept_rows, reason = self._keep(one, tokens[rows], logprobs[rows], kept[rows])
+            verified.append((one, kept_rows))
+            if reason:
                 outputs.append(self._end(one.seq, reason))
+        if self.drafter is not None and verified:
+            self.drafter.observe(verified)
         if outputs:
             self.running = [seq for seq in self.running if seq.blocks]
         return outputs
 
     def _keep(
         self, one: Verification, sampled: list[int], logprobs: list[float], kept_ids: list[bytes]
-    ) -> FinishReason | None:
+    ) -> tuple[list[int], FinishReason | None]:
         """Append the tokens of a draft's path as far as they were sampled, and the one behind them; the sequence takes
-        over the blocks of that path. Return why the sequence ends, or None."""
+        over the blocks of that path. Return the rows that were kept, and why the sequence ends, or None."""
         seq, kept, reason = one.seq, one.follow(sampled), None
-        path = one.path_of(kept[-1])
-        seq.blocks = one.table(path)
+        if len(one.paths) > 1:
+            path = one.path_of(kept[-1])
+            seq.blocks = one.table(path)
+            self.blocks.release([block for tail in one.tails[:path] + one.tails[path + 1 :] for block in tail])
         for row in kept:
             ids, stops = kept_ids[row], self.stop_strings
             reason = seq.append(sampled[row], logprobs[row], self.version, kept=ids, stop_strings=stops)
@@ -158,7 +165,6 @@ class Scheduler:
                 break
         before, seq.computed = seq.computed, len(seq.tokens) - 1
         used = -(-seq.computed // self.blocks.block_size)
-        self.blocks.release([block for tail in one.tails[:path] + one.tails[path + 1 :] for block in tail])
         self.blocks.release(seq.blocks[used:])
         del seq.blocks[used:]
         # Only now: what was not kept must not be found by name.
@@ -168,9 +174,7 @@ class Scheduler:
         self.counters.generated_tokens += seq.computed - before
         self.counters.drafted_tokens += len(one) - 1
         self.counters.accepted_tokens += seq.computed - before - 1
-        if self.drafter is not None:
-            self.drafter.observe(one, kept[: seq.computed - before])
-        return reason
+        return kept[: seq.computed - before], reason
 
     def abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
         """End the requests for which ``chosen`` holds; return their outputs, tokens included."""
@@ -289,9 +293,9 @@ class Scheduler:
     def _name_full(self, seq: Sequence, end: int) -> None:
         """Name the blocks that are full once ``end`` tokens are computed. For a chunk that is when it is scheduled, so
         that siblings in the same step share them: a layer writes all KV of a step before it reads any."""
-        if seq.since != self.version:
-            return
         size = self.blocks.block_size
+        if seq.since != self.version or end // size <= seq.named:
+            return
         self._extend_names(seq, end // size)
         for i in range(seq.named, end // size):
             self.blocks.name(seq.blocks[i], seq.names[i])

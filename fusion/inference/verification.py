@@ -55,8 +55,8 @@ class Drafter(Protocol):
     def read(self, drafts_update: bytes) -> None:
         """Read what `drafts_update` has returned on the first rank of the schedule, at the same step on every rank."""
 
-    def observe(self, one: Verification, kept: Items[int]) -> None:
-        """Record which rows of a draft were kept."""
+    def observe(self, verified: Items[tuple[Verification, Items[int]]]) -> None:
+        """Record which rows of each draft of a step were kept."""
 
     def end(self, seq: Sequence) -> None:
         """Record the last tokens of a sequence that leaves the engine, for whatever reason."""
@@ -114,29 +114,29 @@ class Verification:
     @classmethod
     def of(cls, seq: Sequence, draft: Draft, block_size: int) -> Verification:
         """Plan the rows of a draft that is not empty."""
-        children: list[list[int]] = [[] for _ in range(len(draft.tokens) + 1)]
-        for node, parent in enumerate(draft.parents):
-            children[parent + 1].append(node + 1)
+        count, first = len(draft.tokens), (len(seq.tokens) - 1) // block_size
+        children: list[list[int]] = [[] for _ in range(count + 1)]
+        for node in reversed(range(count)):
+            children[draft.parents[node]].append(node)  # those of the sequence itself are the last
         tokens, parents, depths = [seq.tokens[-1]], [-1], [0]
-        rows = [0] * len(draft.tokens)
+        rows = [0] * (count + 1)  # the last: the sequence's
         paths: list[Path] = []
         shared: list[list[int]] = []
         start = 0
-        # Depth first, a node's first child first: (node, row of its parent).
-        left = [(child, 0) for child in reversed(children[0])]
-        while left:
-            node, parent = left.pop()
-            row = rows[node - 1] = len(tokens)
-            tokens.append(draft.tokens[node - 1])
+        left = children[-1]
+        while left:  # depth first, a node's first child first
+            node = left.pop()
+            parent, row = rows[draft.parents[node]], len(tokens)
+            rows[node] = row
+            tokens.append(draft.tokens[node])
             parents.append(parent)
             depths.append(depths[parent] + 1)
-            left += [(child, row) for child in reversed(children[node])]
+            left += children[node]
             if not children[node]:
                 paths.append(Path(len(paths), start, row + 1))
                 shared.append(_ancestors(parents, start))
                 start = row + 1
-        first = (len(seq.tokens) - 1) // block_size
-        return cls(seq, tokens, parents, depths, rows=rows, paths=paths, shared=shared, first=first, tails=[])
+        return cls(seq, tokens, parents, depths, rows=rows[:-1], paths=paths, shared=shared, first=first, tails=[])
 
     def __len__(self) -> int:
         return len(self.tokens)

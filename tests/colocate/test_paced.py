@@ -125,7 +125,7 @@ def test_a_draft_is_verified_in_the_time_of_a_decode_step_and_of_its_tokens_comp
         def draft(self, sequences, max_depth, max_tokens):
             return [Draft(said, range(-1, len(said) - 1)) for _ in sequences] if self.drafts else [None] * 4
 
-        def observe(self, one, kept): ...
+        def observe(self, verified): ...
 
     seconds = {}
     for drafts in (False, True):

@@ -258,7 +258,7 @@ class VllmEngine(ControlledEngine):
             totals.drafted_tokens += len(one) - 1
             totals.accepted_tokens += appended - 1
             if self.drafter is not None:
-                self.drafter.observe(one, range(appended))
+                self.drafter.observe([(one, range(appended))])
         if reason is None:
             assert output.finish_reason is None, f"vLLM has ended request {name!r}: {output.finish_reason}"
             return []

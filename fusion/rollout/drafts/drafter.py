@@ -92,15 +92,22 @@ class TextDrafter:
                 drafts[i] = self._draft_of(sequences[i], found, chosen, n)
         return drafts
 
-    def observe(self, one: Verification, kept: Items[int]) -> None:
-        """Record which rows of a verification were kept."""
+    def observe(self, verified: Items[tuple[Verification, Items[int]]]) -> None:
+        """Record which rows of each verification were kept."""
         began_s = self._clock()
-        shares, sources = self._drafted.pop(id(one.seq))
-        is_kept, rows = np.zeros(len(one), bool), np.array(one.rows)
-        is_kept[list(kept)] = True
-        accepted, was_tried = is_kept[rows], is_kept[np.array(one.parents)[rows]]
+        drafted = [self._drafted.pop(id(one.seq)) for one, _ in verified]
+        shares, sources = (np.concatenate(column) for column in zip(*drafted, strict=True))
+        is_kept: list[bool] = []
+        rows: list[int] = []
+        parents: list[int] = []
+        for one, kept in verified:
+            start, of_draft = len(is_kept), set(kept)
+            is_kept += [row in of_draft for row in range(len(one))]
+            rows += [start + row for row in one.rows]
+            parents += [start + one.parents[row] for row in one.rows]
+        accepted, was_tried = np.array(is_kept)[rows], np.array(is_kept)[parents]
         self.budget.acceptance.observe(shares[was_tried], accepted[was_tried])
-        self.totals.verified += 1
+        self.totals.verified += len(verified)
         for source in (SIBLING, HISTORY, PHRASES):
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
