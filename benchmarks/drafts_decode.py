@@ -20,6 +20,7 @@ from benchmarks.runs import Row, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams, sequence
 from fusion.inference.config import DraftsConfig
 from fusion.model import Transformer
+from fusion.rollout.drafts.budget import HOST
 from fusion.rollout.drafts.drafter import TextDrafter
 from tests.helpers import tiny_config
 
@@ -58,7 +59,7 @@ def decoded(model: Transformer, live: int, drafts: bool, new_tokens: int, seed: 
     prompts = [tuple(random.Random(i).randrange(2, VOCABULARY) for _ in range(256)) for i in range(live)]
     params = SamplingParams(max_tokens=new_tokens, stop_token_ids=())
     requests = [Request(f"r{seed}-{i}", prompt, params, f"g{seed}-{i}") for i, prompt in enumerate(prompts)]
-    drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"))
+    drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"), HOST)
     engine = engine_of(model, drafter, max_length=512, max_seqs=live, max_batch_tokens=8192)
     if drafter is not None:
         draw, plain = random.Random(seed), engine_of(model, max_length=512, max_seqs=64)
@@ -103,7 +104,7 @@ def small(args: Arguments) -> Figures:
 
 def _rates(model: Transformer, live: int, temperature: float, prompts: int, drafts: bool) -> list[float]:
     """Return tokens a CPU second in each epoch."""
-    drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"))
+    drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"), HOST)
     engine = engine_of(model, drafter, max_length=512, max_seqs=live)
     source, rates = prompts_of(prompts), []
     params = SamplingParams(max_tokens=96, temperature=temperature)

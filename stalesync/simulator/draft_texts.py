@@ -34,6 +34,8 @@ class WholeDrafts(DraftBudget):
     def min_probability(self, num_sequences: int) -> float:
         return 0.0
 
+    row_price = min_probability
+
     def skips(self) -> bool:
         return False
 

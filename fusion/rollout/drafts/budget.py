@@ -2,24 +2,29 @@
 
     acceptance        share of a token in the text ──► how often such a token was right               (counted)
     min_probability   sequences of a step ──► how probable a token must be to be worth a row
-    choose            of those that are, the most probable tokens of all sequences, as many as there is room for; those
-                      of probes, which siblings draft from, and of requests that have come back (the tail) come first
+    choose            of those that are, the most probable tokens of drafts that pay, as many as have room; those of
+                      probes, which siblings draft from, and of requests that have come back (the tail) come first
 
 The marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4): a row more is worth its time if it promises more
-tokens a second than the step has without. To read its weights a step takes as long as `FREE_ROWS` rows, so with n
-sequences a token pays if its probability exceeds n / (n + `FREE_ROWS`): nearly any where few sequences run, only a sure
-one on a busy card. How long a text must agree, how far and how widely is drafted follow from it, as the probability
-falls along a path: far where text repeats, not at all where drafts turn out wrong. Nothing depends on a clock: the same
-calls have the same drafts.
+tokens a second than the step has without. What is fixed in a step takes as long as some rows (`StepRows`), so with n
+sequences a row costs n / (n + fixed) tokens: little where few sequences run, nearly one on a busy card. To look for
+drafts and to plan them has to pay, too. How long a text must agree, how far and how widely is drafted follow from it,
+as the probability falls along a path: far where text repeats, not at all where drafts turn out wrong. Nothing depends
+on a clock: the same calls have the same drafts.
 
 Invariants (property-tested): what `choose` takes are the first tokens in its order, at most `max_tokens`, and none
-without the one before it; whatever was right or wrong, at least one of `LOOK_EVERY` steps looks for drafts, and one of
-`EXPLORE_EVERY` that look verifies some as if nothing were known."""
+without the one before it; a step with them promises more tokens a second than without; whatever was right or wrong, at
+least one of `LOOK_EVERY` steps (`BUSY_LOOK_EVERY`) looks for drafts, and one of `EXPLORE_EVERY` that look verifies some
+as if nothing were known."""
 
 import numpy as np
 
-FREE_ROWS = 256
-"""Rows that are computed in the time in which weights are read: FLOP/s over bytes/s of a card, 200 to 300"""
+StepRows = tuple[int, float, float]
+"""Rows that take as long as what is fixed in a step; as to plan and keep a sequence's draft; as to look one up"""
+CARD: StepRows = (256, 0.0, 0.0)
+"""To read weights: FLOP/s over bytes/s of a card, 200 to 300; drafts are nothing beside it"""
+HOST: StepRows = (32, 1.0, 0.4)
+"""One core: 16 ms and 0.75 a row of a 52M MoE, 0.45 ms and 10 us of the smallest models; a draft takes 10 and 4 us"""
 MIN_PROBABILITY = 0.06
 """Of a token where few sequences run: of a MoE each row reads weights of its own"""
 URGENT_WEIGHT = 2.0
@@ -29,6 +34,8 @@ MIN_GAIN = 0.1
 LOOK_EVERY = 8
 """While nothing is found that is worth its time, drafts are looked up after 1, 2 and 4 steps, then every this many: to
 look for them costs time, too"""
+BUSY_LOOK_EVERY = 16
+"""The same where a row costs half a token"""
 MAX_DEPTH, MAX_TOKENS, MAX_CHILDREN = 32, 32, 4
 """Tokens of a path of a draft, of all its paths, and behind one token"""
 ACCEPTANCE_BINS = 16
@@ -61,11 +68,11 @@ class Acceptance:
 
 
 class DraftBudget:
-    """Choose how much of the drafts of a step is verified."""
+    """Choose how much of the drafts of a step is verified. ``rows``: `CARD` or `HOST`."""
 
-    def __init__(self) -> None:
-        self.acceptance = Acceptance()
-        self._steps_without = 0
+    def __init__(self, rows: StepRows = CARD) -> None:
+        self.acceptance, self._rows = Acceptance(), rows
+        self._steps_without, self._look_every = 0, LOOK_EVERY
         """Steps since there was a token worth a row"""
         self._looks = 0
         """Steps that looked for drafts"""
@@ -80,12 +87,16 @@ class DraftBudget:
 
     def min_probability(self, num_sequences: int) -> float:
         """Return how probable a drafted token must be in a step of this many sequences."""
-        return max(MIN_PROBABILITY, num_sequences / (num_sequences + FREE_ROWS))
+        return max(MIN_PROBABILITY, self.row_price(num_sequences))
+
+    def row_price(self, num_sequences: int) -> float:
+        """Return how many tokens a step without drafts yields in the time of a row."""
+        return num_sequences / (num_sequences + self._rows[0])
 
     def skips(self) -> bool:
         """Whether a step goes without drafts, so that none need be looked up."""
         steps = self._steps_without
-        skips = steps % LOOK_EVERY > 0 and steps.bit_count() > 1
+        skips = steps % self._look_every > 0 and steps.bit_count() > 1
         self._steps_without += skips
         return skips
 
@@ -102,15 +113,20 @@ class DraftBudget:
         of each token, in order; ``probabilities``: float64 [n], that it and all before it are right, at least
         `min_probability`; a token comes after the one before it; ``num_sequences``: that decode in this step, with a
         draft or without; ``urgent``: bool [n], tokens of sequences that come first; None: none."""
-        chosen = np.zeros(len(owners), bool)
+        price, (_, draft_rows, look_rows) = self.row_price(num_sequences), self._rows
+        gains = np.bincount(owners, probabilities - price, minlength=1) - draft_rows * price
+        gain, pays = gains[gains > 0].sum() - look_rows * price * num_sequences, (gains >= 0)[owners]
+        self._look_every = LOOK_EVERY if price < 0.5 else BUSY_LOOK_EVERY
         if self._explores:
-            max_tokens = min(max_tokens, EXPLORED * num_sequences)
-        elif probabilities.sum() < MIN_GAIN * num_sequences:
+            max_tokens, pays = min(max_tokens, EXPLORED * num_sequences), np.ones(len(owners), bool)
+        elif gain < 0 or probabilities[pays].sum() < MIN_GAIN * num_sequences:
             self._steps_without += 1
             max_tokens = 0
         else:
             self._steps_without = 0
         self._looks += 1
         weighted = probabilities if urgent is None else probabilities * np.where(urgent, URGENT_WEIGHT, 1.0)
-        chosen[np.argsort(-weighted, kind="stable")[:max_tokens]] = True
+        order = np.argsort(-weighted, kind="stable")
+        chosen = np.zeros(len(owners), bool)
+        chosen[order[pays[order]][:max_tokens]] = True
         return chosen

@@ -15,7 +15,7 @@ import numpy as np
 from fusion.inference.config import DraftsConfig
 from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, Verification
-from fusion.rollout.drafts.budget import MAX_CHILDREN, MAX_DEPTH, MAX_TOKENS, DraftBudget
+from fusion.rollout.drafts.budget import CARD, MAX_CHILDREN, MAX_DEPTH, MAX_TOKENS, DraftBudget, StepRows
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.pieces import decode
 from fusion.rollout.drafts.suffix_index import HISTORY, PHRASES, SIBLING, Drafts, SuffixIndexes
@@ -45,13 +45,14 @@ class TextDrafter:
         """Sequence → shares and sources of the tokens of its draft that is being verified"""
 
     @classmethod
-    def of(cls, config: DraftsConfig, *, single_paths: bool = False) -> "TextDrafter | None":
+    def of(cls, config: DraftsConfig, rows: StepRows = CARD, *, single_paths: bool = False) -> "TextDrafter | None":
         """Create the drafter that a config asks for. ``single_paths``: the engine verifies no trees."""
         if not config.is_on:
             return None
         max_children = config.tree or (1 if single_paths else MAX_CHILDREN)
         spec = TextSpec.of(config)
-        return cls(SuffixIndexes(spec.phrase_bytes), spec=spec, max_children=max_children)
+        indexes, budget = SuffixIndexes(spec.phrase_bytes), DraftBudget(rows)
+        return cls(indexes, spec=spec, max_children=max_children, budget=budget)
 
     @property
     def exchange(self) -> TextExchange | None:

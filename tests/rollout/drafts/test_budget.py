@@ -5,10 +5,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fusion.rollout.drafts.budget import LOOK_EVERY, MIN_GAIN, MIN_PROBABILITY, SHARES, Acceptance, DraftBudget
+from fusion.rollout.drafts.budget import (
+    BUSY_LOOK_EVERY,
+    CARD,
+    HOST,
+    LOOK_EVERY,
+    MIN_GAIN,
+    MIN_PROBABILITY,
+    SHARES,
+    Acceptance,
+    DraftBudget,
+)
 
 NOTHING = np.zeros(0, np.int64), np.zeros(0)
 
@@ -16,20 +26,40 @@ paths = st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=6), max_size=6)
 """Of each sequence how probable a token is behind the one before it"""
 
 
-@given(paths, st.integers(0, 30), st.lists(st.booleans(), min_size=6, max_size=6))
-def test_the_most_probable_tokens_are_taken_and_none_before_the_one_before_it(shares, max_tokens, priority):
+@given(
+    shares=paths,
+    others=st.sampled_from([0, 10, 60]),
+    rows=st.sampled_from([CARD, HOST]),
+    max_tokens=st.integers(0, 30),
+    priority=st.lists(st.booleans(), min_size=6, max_size=6),
+)
+def test_the_most_probable_tokens_of_drafts_that_pay_are_taken_and_none_before_the_one_before_it(
+    shares, others, rows, max_tokens, priority
+):
+    """``others``: sequences that are decoded, too, and have no draft."""
     owners = np.repeat(np.arange(len(shares)), [len(one) for one in shares])
     probabilities = np.concatenate([np.zeros(0), *(np.cumprod(one) for one in shares)])
-    urgent = np.array(priority)[owners]
-    chosen = DraftBudget().choose(owners, probabilities, len(shares), max_tokens=max_tokens, urgent=urgent)
-    pays = probabilities.sum() >= MIN_GAIN * len(shares)
-    assert chosen.sum() == (min(max_tokens, len(owners)) if pays else 0)
+    urgent, sequences = np.array(priority)[owners], max(1, len(shares) + others)
+    budget, (fixed, draft_rows, look_rows) = DraftBudget(rows), rows
+    price = budget.row_price(sequences)
+    gains = [np.cumprod(one).sum() - price * (len(one) + draft_rows) for one in shares]
+    may = np.isin(owners, [owner for owner, gain in enumerate(gains) if gain > 0])
+    gain = sum(gain for gain in gains if gain > 0) - look_rows * price * sequences
+    enough = probabilities[may].sum() - MIN_GAIN * sequences
+    assume(all(abs(number) > 1e-9 for number in (*gains, gain, enough)))
+    chosen = budget.choose(owners, probabilities, sequences, max_tokens=max_tokens, urgent=urgent)
+    assert not chosen[~may].any()
+    assert chosen.sum() == (min(max_tokens, may.sum()) if gain > 0 and enough > 0 else 0)
     weighted = probabilities * np.where(urgent, 2.0, 1.0)
-    if 0 < chosen.sum() < len(owners):
-        assert weighted[chosen].min() >= weighted[~chosen].max()
+    if 0 < chosen.sum() < may.sum():
+        assert weighted[chosen].min() >= weighted[may & ~chosen].max()
     for owner in range(len(shares)):
         mine = chosen[owners == owner]
         assert (np.flatnonzero(mine) == np.arange(mine.sum())).all()
+    if 0 < chosen.sum() == may.sum():
+        drafts = chosen.sum() + draft_rows * len(set(owners[chosen])) + look_rows * sequences
+        tokens = sequences + probabilities[chosen].sum()
+        assert tokens / (fixed + sequences + drafts) > sequences / (fixed + sequences)
 
 
 def test_the_more_sequences_run_the_surer_a_token_must_be():
@@ -53,12 +83,15 @@ def test_a_row_that_is_verified_promises_more_tokens_a_second_than_a_step_has_wi
 
 
 @pytest.mark.parametrize("found", [NOTHING, (np.zeros(1, int), np.full(1, 0.5))], ids=["nothing", "little"])
-def test_where_nothing_is_worth_its_time_it_is_looked_for_in_every_eighth_step(found):
-    budget = DraftBudget()
-    looked = [not budget.skips() and not budget.choose(*found, 8).any() for _ in range(400)]
-    assert looked[0] and 400 / LOOK_EVERY <= sum(looked) <= 400 / LOOK_EVERY + 6
-    later = [not budget.skips() and budget.choose(np.zeros(1, int), np.ones(1), 8).any() for _ in range(40)]
-    assert any(later[:LOOK_EVERY]) and all(later[LOOK_EVERY:]), "then in every step again"
+@pytest.mark.parametrize("rows, sequences, every", [(CARD, 8, LOOK_EVERY), (HOST, 64, BUSY_LOOK_EVERY)])
+def test_where_nothing_is_worth_its_time_it_is_looked_for_in_every_eighth_step(found, rows, sequences, every):
+    """In fewer where looking costs more."""
+    budget = DraftBudget(rows)
+    looked = [not budget.skips() and not budget.choose(*found, sequences).any() for _ in range(400)]
+    assert looked[0] and 400 / every <= sum(looked) <= 400 / every + 6
+    some = np.repeat(np.arange(sequences), 8), np.ones(8 * sequences)
+    later = [not budget.skips() and budget.choose(*some, sequences).any() for _ in range(40)]
+    assert any(later[:every]) and all(later[every:]), "then in every step again"
 
 
 def depth_of(budget: DraftBudget, sequences: int) -> int:

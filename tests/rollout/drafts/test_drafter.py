@@ -33,7 +33,7 @@ class AllTokens(DraftBudget):
     def min_probability(self, num_sequences):
         return 0.0
 
-    def choose(self, owners, probabilities, num_sequences, *, max_tokens, urgent):
+    def choose(self, owners, probabilities, num_sequences, **options):
         return np.ones(len(owners), bool)
 
     def by_share(self):
