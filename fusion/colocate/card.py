@@ -29,7 +29,7 @@ from fusion.inference.stop_strings import StopStrings
 from fusion.model import WeightHolder
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout.detokenize import Detokenizer
-from fusion.rollout.drafts.budget import CARD, HOST
+from fusion.rollout.drafts.budget import step_rows
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.engine_stage import EngineStage
@@ -80,7 +80,7 @@ class LoadedCard:
         self.drafter: TextDrafter | None = None
         self.kv_files: KVFiles | None = None
         if self.weights.infer is not None:
-            rows = CARD if spec.pace is not None or self.device.kind in ("cuda", "npu") else HOST
+            rows = step_rows(self.device.kind, paced=spec.pace is not None)
             self.drafter = TextDrafter.of(spec.rollout.drafts, rows, single_paths=spec.rollout.backend == "vllm")
             if self.drafter is not None and exchange_texts is not None and rank in spec.drafting_ranks:
                 writers = len(spec.drafting_ranks)

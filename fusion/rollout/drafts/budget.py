@@ -24,7 +24,8 @@ StepRows = tuple[int, float, float]
 CARD: StepRows = (256, 0.0, 0.0)
 """To read weights: FLOP/s over bytes/s of a card, 200 to 300; drafts are nothing beside it"""
 HOST: StepRows = (32, 1.0, 0.4)
-"""One core: 16 ms and 0.75 a row of a 52M MoE, 0.45 ms and 10 us of the smallest models; a draft takes 10 and 4 us"""
+"""One core, measured: 16 ms and 0.75 ms a row of a 52M MoE, 0.45 ms and 10 us of the smallest models. Of these a draft
+takes about 10 us to plan and 4 us to look up, estimated from profiles."""
 MIN_PROBABILITY = 0.06
 """Of a token where few sequences run: of a MoE each row reads weights of its own"""
 URGENT_WEIGHT = 2.0
@@ -47,6 +48,11 @@ MEMORY = 1000
 """The weight of an observation falls to about a third while this many further tokens are observed."""
 EXPLORE_EVERY, EXPLORED = 32, 2
 """Steps that look for drafts of which one tries shares that were wrong before, too; tokens a sequence that it takes"""
+
+
+def step_rows(kind: str, *, paced: bool) -> StepRows:
+    """Return those of a kind of card (`Device.kind`). ``paced``: its steps last as long as those of a real one."""
+    return CARD if paced or kind in ("cuda", "npu") else HOST
 
 
 class Acceptance:

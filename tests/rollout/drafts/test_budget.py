@@ -18,6 +18,7 @@ from fusion.rollout.drafts.budget import (
     SHARES,
     Acceptance,
     DraftBudget,
+    step_rows,
 )
 
 NOTHING = np.zeros(0, np.int64), np.zeros(0)
@@ -133,3 +134,9 @@ def test_acceptance_is_what_was_observed():
         acceptance.observe(tokens, draw.random(50) < tokens**2)
     assert acceptance.by_share() == pytest.approx(SHARES**2, abs=0.15)
     acceptance.observe(np.array([]), np.array([]))
+
+
+def test_an_emulated_card_computes_on_the_host_unless_it_is_paced():
+    kinds = ("npu", "cuda", "emulated", "ledger")
+    assert [step_rows(kind, paced=False) for kind in kinds] == [CARD, CARD, HOST, HOST]
+    assert {step_rows(kind, paced=True) for kind in kinds} == {CARD}
