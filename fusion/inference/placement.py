@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+APART = 32
+"""By simulation: at 16, lengths that differ gain 2 % and even ones lose up to 8 %, as ranks that compute prompts stop
+all others; at more than 100, lengths that differ gain 20 %"""
+
 
 class Placeable(Protocol):
     """The fields of `Request` that its place depends on."""
@@ -16,10 +20,10 @@ class Placeable(Protocol):
 
 def shares_prompt(prompt_tokens: int, max_tokens: int, *, placed_again: bool) -> bool:
     """Return whether a request is placed beside its siblings, with which it shares the prompt's KV. Siblings resemble
-    each other in length, and the ranks of an engine step together: where siblings are apart, ranks are done at the same
-    time. That is worth computing a prompt of up to half of ``max_tokens`` on several ranks. Requests that are
-    ``placed_again``, after a chunk or turn, even the ranks out without it."""
-    return placed_again or 2 * prompt_tokens > max_tokens
+    each other in length, and the ranks of an engine step together: where siblings are apart, ranks are done at about
+    the same time. That is worth computing a short prompt on several ranks, one of at most 1 / `APART` of
+    ``max_tokens``. Requests that are ``placed_again``, after a chunk or turn, even the ranks out without it."""
+    return placed_again or APART * prompt_tokens > max_tokens
 
 
 def place(loads: list[int], requests: Sequence[Placeable], shares: Sequence[bool]) -> list[int]:

@@ -223,8 +223,8 @@ def test_whole_groups_go_to_one_rank_when_they_divide_evenly():
 
 
 def test_siblings_are_apart_where_their_prompt_is_short_and_they_are_not_placed_again():
-    assert [shares_prompt(n, 100, placed_again=False) for n in (1, 50, 51, 200)] == [False, False, True, True]
-    assert shares_prompt(1, 100, placed_again=True)
+    assert [shares_prompt(n, 320, placed_again=False) for n in (1, 10, 11, 400)] == [False, False, True, True]
+    assert shares_prompt(1, 320, placed_again=True)
 
 
 def test_config_names_the_key_of_a_value_out_of_range():
