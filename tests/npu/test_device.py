@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_owners_by_weak_references_follow_the_storages():
 def test_a_real_card_adds_in_one_order_only_if_asked_to(deterministic, monkeypatch):
     """Whether vendors' operators do so then, only a card can tell."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("fusion.npu.accelerator.RealDevice", lambda kind, *rest, **more: LedgerDevice(0, 1 << 20))
+    monkeypatch.setattr("fusion.npu.accelerator.RealDevice", lambda kind, *_, **__: SimpleNamespace(kind=kind))
     filled = torch.utils.deterministic.fill_uninitialized_memory
     try:
         open_device("cuda", operators="plain", deterministic=deterministic)
