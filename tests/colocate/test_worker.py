@@ -1,5 +1,6 @@
 """One card, in this process, through its phases, with a real queue."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -61,6 +62,21 @@ def _one_step(worker, version):
     worker.reference(ids)
     report = worker.train([ids])
     return ids, report
+
+
+def test_a_card_is_opened_as_the_config_says(worker, monkeypatch):
+    class Opened(Exception):
+        pass
+
+    def open_device(kind, **options):
+        raise Opened(kind, options)
+
+    monkeypatch.setattr("fusion.colocate.loaded_worker.open_device", open_device)
+    options = dict(capacity_bytes=1 << 20, streams="timed", operators="plain", deterministic=True)
+    device = DeviceConfig("emulated", **options, host_bytes_per_s=2e9, wire_bytes_per_s=3e9)
+    with pytest.raises(Opened) as opened:
+        Worker(replace(worker.spec, device=device), 0, worker.queue).prepare("")
+    assert opened.value.args == ("emulated", options | {"rates": (2e9, 3e9)})
 
 
 def test_a_step_trains_on_what_was_generated_and_memory_changes_hands(worker):
