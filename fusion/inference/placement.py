@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 APART = 32
-"""By simulation: at 16, lengths that differ gain 2 % and even ones lose up to 8 %, as ranks that compute prompts stop
-all others; at more than 100, lengths that differ gain 20 %"""
+"""Times a response's maximum must be as long as the prompt for siblings to be placed apart. By simulation: where
+prompts are longer, even lengths lose more than others gain, as a rank that computes a prompt stops all others."""
 
 
 class Placeable(Protocol):

@@ -78,19 +78,20 @@ def test_batch_invariant_logprobs_do_not_depend_on_the_number_of_attention_ranks
 
 
 def siblings_rank(rank, device, folder):
-    """Groups of the responses that this rank gives to two groups of two, whole and in chunks."""
+    """Groups of the responses that this rank gives to two groups of two: whole, in chunks, and in turns."""
     made, groups = build(device, folder, Parallel(2, ep=2)), []
-    for chunk in (0, 96):
+    for chunk, turns in ((0, False), (96, False), (0, True)):
         if rank == 0:
             params = SamplingParams(max_tokens=96, stop_token_ids=())
-            ids = [f"{group}{number}/{chunk}" for group in "ab" for number in range(2)]
-            made.submit([Request(id, (1, 2, 3), params, group=id[0], chunk_tokens=chunk) for id in ids])
+            ids = [f"{group}{number}/{chunk}/{turns}" for group in "ab" for number in range(2)]
+            made.submit([Request(id, (1, 2, 3), params, id[0], chunk_tokens=chunk, turns=turns) for id in ids])
         groups.append(sorted(output.group for output in made.run()))
     return groups
 
 
-def test_siblings_with_a_short_prompt_are_on_different_ranks_unless_chunks_place_them_again():
-    assert run_ranks(siblings_rank, 2, checkpoint()) == [[["a", "b"], ["a", "a"]], [["a", "b"], ["b", "b"]]]
+def test_siblings_with_a_short_prompt_are_on_different_ranks_unless_they_are_placed_again():
+    first, second = run_ranks(siblings_rank, 2, checkpoint())
+    assert first == [["a", "b"], ["a", "a"], ["a", "a"]] and second == [["a", "b"], ["b", "b"], ["b", "b"]]
 
 
 def drafting_rank(rank, device, folder, parallel):

@@ -140,3 +140,19 @@ def test_an_emulated_card_computes_on_the_host_unless_it_is_paced():
     kinds = ("npu", "cuda", "emulated", "ledger")
     assert [step_rows(kind, paced=False) for kind in kinds] == [CARD, CARD, HOST, HOST]
     assert {step_rows(kind, paced=True) for kind in kinds} == {CARD}
+
+
+@pytest.mark.parametrize(("rows", "promised", "count"), [(CARD, 0.9, 1), (HOST, 0.9, 0), (HOST, 1.0, 4)])
+def test_a_draft_has_to_pay_for_being_planned(rows, promised, count):
+    """Of 32 sequences a row takes half a token of a host, and the draft another half."""
+    chosen = DraftBudget(rows).choose(np.zeros(count or 1, int), np.full(count or 1, promised), 32)
+    assert not chosen.any(), "one draft does not promise enough for a step of 32"
+    owners = np.repeat(np.arange(32), count or 1)
+    assert DraftBudget(rows).choose(owners, np.full(len(owners), promised), 32).sum() == 32 * count
+
+
+def test_the_drafts_of_a_step_have_to_pay_for_being_looked_up():
+    """Of 32 sequences a look-up takes a fifth of a token of each, 6.4 in all; a draft of four sure tokens gains 1.5."""
+    for drafts, verified in ((4, 0), (5, 20)):
+        owners = np.repeat(np.arange(drafts), 4)
+        assert DraftBudget(HOST).choose(owners, np.ones(len(owners)), 32).sum() == verified

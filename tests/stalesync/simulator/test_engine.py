@@ -227,3 +227,15 @@ def test_reports_are_collected_as_by_the_stage_of_an_engine():
     from fusion.rollout import engine_stage
 
     assert (MAX_PENDING, MAX_PENDING_S) == (engine_stage.MAX_PENDING, engine_stage.MAX_PENDING_S)
+
+
+@pytest.mark.parametrize(("chunk", "turn_end", "together"), [(None, None, False), (20, None, True), (None, 50, True)])
+def test_siblings_are_on_different_ranks_unless_they_are_placed_again(chunk, turn_end, together):
+    reports = dict(put=lambda *_: None, put_chunks=lambda *_: None, note_stopped=lambda *_: None)
+    spec = EngineSpec(COST, 2, EngineConfig(max_seqs=4, max_batch_tokens=64), AMPLE, chunk_tokens=chunk)
+    size, clock = RequestSize(4, 0, 100, turn_end), Clock()
+    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: size, **reports)
+    engine.start([SimulatedRequest(f"{group}/{i}", group) for group in "ab" for i in (0, 1)], 0, time=0.0, stay=True)
+    clock.advance_to(0.0)
+    groups = [{seq.request.group for seq in [*rank.waiting, *rank.running]} for rank in engine.ranks]
+    assert groups == ([{"a"}, {"b"}] if together else [{"a", "b"}, {"a", "b"}])
