@@ -4,7 +4,7 @@
                                            ▲
                                       gradients.py   which operator computes the gradient, as torch_npu's autograd says
 
-The schemas are the wheel's own, one a line (`tests/npu/contracts` compares them). A reference states the meaning of an
+The schemas are the wheels' own, one a line (`tests/npu/contracts` compares them). A reference states the meaning of an
 operator, for the arguments that are used here; other arguments raise. It is no model of a card's rounding, order of
 addition, speed or workspace. Where torch_npu is loaded, nothing is registered."""
 
@@ -28,13 +28,14 @@ REFERENCES: dict[str, Callable[..., Any]] = {
 """Operator, without its overload → what it computes"""
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 VERSIONS = tuple(sorted(path.stem.removeprefix("torch_npu-") for path in SCHEMAS.glob("torch_npu-*.txt")))
-"""Versions of torch_npu whose schemas are recorded; the first is emulated."""
+"""Versions of torch_npu whose schemas are recorded; the first is emulated, of the others only what differs from it."""
 
 
 def recorded_schemas(version: str) -> dict[str, str]:
-    """Return the schemas recorded of a version of torch_npu, by the operator's name (with its overload)."""
-    lines = (SCHEMAS / f"torch_npu-{version}.txt").read_text().splitlines()
-    return {line.partition("(")[0]: line for line in lines}
+    """Return the schemas of a version of torch_npu, by the operator's name (with its overload): those recorded of the
+    first version, and in place of these what is recorded of this one."""
+    texts = [(SCHEMAS / f"torch_npu-{one}.txt").read_text() for one in (VERSIONS[0], version)]
+    return {line.partition("(")[0]: line for text in texts for line in text.splitlines()}
 
 
 @cache
