@@ -142,7 +142,7 @@ def operators(args: Arguments) -> Figures:
         "rms_norm": (lambda: table.rms_norm(x, weight, 1e-6), 2 * x.nbytes, 0.0),
         "swiglu": (lambda: table.swiglu(x), 1.5 * x.nbytes, 0.0),
         "experts": (
-            lambda: table.experts(permuted, rows_by_expert, gate_up, down),
+            lambda: table.experts(permuted, rows_by_expert, (gate_up, down)),
             2 * permuted.nbytes + gate_up.nbytes + down.nbytes,
             6.0 * rows * k * d * inner,
         ),

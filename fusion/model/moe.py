@@ -203,8 +203,8 @@ class MoE(nn.Module):
         logits_NE = self._logits(gathered_ND, row_multiple)
         weight_Nk, expert_Nk = self.operators.gate(logits_NE, self._router, self.correction, row_multiple)
         local = range(mesh.ep_rank * self.num_local, (mesh.ep_rank + 1) * self.num_local)
-        experts = self.spec.num_experts, local, *self._matrices
-        y = self.operators.local_experts(gathered_ND, expert_Nk, weight_Nk, *experts)
+        num_experts, local_experts = self.spec.num_experts, self.operators.local_experts
+        y = local_experts(gathered_ND, expert_Nk, weight_Nk, num_experts, local, self._matrices)
         routed = Routed(_NO_STATS, expert_Nk[own]) if record else None
         shared = None
         if self.shared is not None:
@@ -228,7 +228,7 @@ class MoE(nn.Module):
         x_nD = x_ND[shard.start : shard.stop]
         logits_nE = self._logits(x_nD, row_multiple)
         weight_nk, expert_nk = self.operators.gate(logits_nE, self._router, self.correction, row_multiple)
-        experts = self.spec.num_experts, mesh.dispatch_group, max(rows.by_ep_rank), *self._matrices
+        experts = self.spec.num_experts, mesh.dispatch_group, max(rows.by_ep_rank), self._matrices
         y = gather_rows(self.operators.dispatched_experts(x_nD, expert_nk, weight_nk, *experts), shards, mesh)
         if self.shared is not None:
             shared = self._gated(x_ND, self.shared.partial(x_ND, row_multiple), row_multiple)
@@ -268,7 +268,7 @@ class MoE(nn.Module):
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
         if not self._cut and not any(adapters and adapters.scale for adapters in self._adapters):
-            return self.operators.experts(x, counts, *self._matrices, row_multiple)
+            return self.operators.experts(x, counts, self._matrices, row_multiple)
         inner = self.operators.swiglu(self._product(0, x, counts, row_multiple))
         return self._product(1, inner, counts, row_multiple)
 

@@ -118,7 +118,7 @@ def test_experts(ascend, seed, rows, k, stacked):
             matrices = [list(matrix.unbind(0)) for matrix in matrices]
         rows, order, counts = table.permute(x, experts, 5)
         assert counts.tolist() == torch.bincount(experts.flatten(), minlength=5).tolist()
-        return table.unpermute(table.experts(rows, counts, *matrices), order, weights)
+        return table.unpermute(table.experts(rows, counts, matrices), order, weights)
 
     assert ascend.takes_counts(gate_up, 5) and not ascend.takes_counts(gate_up, 5, row_multiple=16)
     assert_alike(ascend, layer, random(rows, 4), random(rows, k), gate_up, down)
@@ -134,10 +134,10 @@ def test_the_sums_of_local_experts_are_the_sum_of_all(ascend, seed, rows, k, end
     x, weights, gate_up, down = random(rows, 4), random(rows, k), random(6, 6, 4) / 2, random(6, 4, 3) / 2
     for table in (ascend, PLAIN):
         ordered, order, counts = table.permute(x, experts, 6)
-        whole = table.unpermute(table.experts(ordered, counts, gate_up, down), order, weights)
+        whole = table.unpermute(table.experts(ordered, counts, (gate_up, down)), order, weights)
         parts = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
         sums = [
-            table.local_experts(x, experts, weights, 6, part, *(one[part.start : part.stop] for one in (gate_up, down)))
+            table.local_experts(x, experts, weights, 6, part, [one[part.start : part.stop] for one in (gate_up, down)])
             for part in parts
         ]
         torch.testing.assert_close(sum(sums), whole, rtol=1e-4, atol=1e-5)
@@ -286,10 +286,10 @@ def test_the_only_expert_of_a_card_runs_its_operator(ascend, seed, rows, behind)
         x, stack = random(rows + behind, 4).bfloat16(), random(1, 3, 4).bfloat16()
         y = Real().grouped_linear(x, stack, counts)
         torch.testing.assert_close(y[:rows], x[:rows] @ stack[0].t(), rtol=0.02, atol=0.02)
-        with_gradients = ascend.experts(random(rows, 4).requires_grad_(), counts, gate_up, down)
+        with_gradients = ascend.experts(random(rows, 4).requires_grad_(), counts, (gate_up, down))
         assert with_gradients.grad_fn is not None
     assert_alike(
-        ascend, lambda table, *inputs: table.experts(inputs[0], counts, *inputs[1:]), random(rows, 4), gate_up, down
+        ascend, lambda table, *inputs: table.experts(inputs[0], counts, inputs[1:]), random(rows, 4), gate_up, down
     )
 
 

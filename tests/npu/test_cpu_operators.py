@@ -261,7 +261,7 @@ def test_what_does_not_fit_is_refused():
             with pytest.raises(RuntimeError, match="do not match the pool's"):
                 CPU.paged_attention(torch.zeros(1, 2, 8), torch.zeros(pool_shape), one, values, 1.0)
         with pytest.raises(RuntimeError, match="counts for 3 rows"):
-            CPU.experts(torch.zeros(2, 4), torch.tensor([3]), [torch.zeros(8, 4)], [torch.zeros(4, 4)], 1)
+            CPU.experts(torch.zeros(2, 4), torch.tensor([3]), ([torch.zeros(8, 4)], [torch.zeros(4, 4)]), 1)
 
 
 def test_only_generation_in_float32_on_the_host_is_fused():

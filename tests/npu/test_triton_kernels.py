@@ -181,7 +181,7 @@ def test_sorted_rows_and_their_sum(rows, k, experts):
 def test_local_experts(local, monkeypatch):
     """Each rank sums its own experts; what no product wrote is not read."""
 
-    def experts(self, x, counts, gate_up, down):
+    def experts(self, x, counts, matrices):
         y = torch.full_like(x, torch.nan)
         ends = counts.cumsum(0).tolist()
         for index, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -191,7 +191,7 @@ def test_local_experts(local, monkeypatch):
     monkeypatch.setattr(CudaFused, "experts", experts)
     x, weight = random(9, 32), torch.rand(9, 2, device=DEVICE)
     chosen = torch.rand(9, 6, device=DEVICE).topk(2, dim=-1).indices
-    found = FUSED.local_experts(x, chosen, weight, 6, local, x, x)
+    found = FUSED.local_experts(x, chosen, weight, 6, local, (x, x))
     factor = torch.where((chosen >= local.start) & (chosen < local.stop), chosen - local.start + 1, 0) * weight
     assert_close(found, (factor.sum(1, keepdim=True) * x.float()).to(x.dtype))
 

@@ -134,7 +134,7 @@ def _experts(
     output = torch.zeros_like(input)
     if len(rows):
         with torch.inference_mode():
-            y = operators_of("emulated").experts(input[rows], counts[1:], w13.unbind(), w2.unbind())
+            y = operators_of("emulated").experts(input[rows], counts[1:], (w13.unbind(), w2.unbind()))
         output.index_add_(0, rows, (y * topk_weights.flatten()[own].unsqueeze(1)).to(output.dtype))
     return output
 

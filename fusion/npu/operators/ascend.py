@@ -16,10 +16,10 @@ from torch.distributed import ProcessGroup
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.ascend_attention import AscendAttention
-from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, product_options, routing_options
+from fusion.npu.operators.ascend_functions import AddRMSNorm, Permute, product_options, products, routing_options
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import AdamW, AdamWStates, Counts, Permuted, Rope, Weights
-from fusion.npu.operators.rows import sum_of_local
+from fusion.npu.operators.plain import AdamW, AdamWStates, Counts, Matrices, Permuted, Rope, Weights
+from fusion.npu.operators.rows import GroupedLinear, sum_of_local
 
 
 class Ascend(AscendAttention):
@@ -116,21 +116,14 @@ class Ascend(AscendAttention):
         return (y.index_select(0, order).unflatten(0, weight_Nk.shape) * weight_Nk.unsqueeze(-1)).sum(1)
 
     def local_experts(
-        self,
-        x_ND: Tensor,
-        expert_Nk: Tensor,
-        weight_Nk: Tensor,
-        num_experts: int,
-        local: range,
-        gate_up: Weights,
-        down: Weights,
+        self, x_ND: Tensor, expert_Nk: Tensor, weight_Nk: Tensor, num_experts: int, local: range, matrices: Matrices
     ) -> Tensor:
         operator, experts = torch.ops.npu.npu_moe_init_routing_v2.default, expert_Nk.to(torch.int32)
         options = routing_options(expert_Nk.numel(), num_experts, local)
         if not self._takes(operator, x_ND, (x_ND, experts), about=(num_experts, local), **options):
-            return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
+            return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, matrices)
         rows, places, counts_E, _ = operator(x_ND, experts, **options)
-        y = self.experts(rows, counts_E, gate_up, down)
+        y = self.experts(rows, counts_E, matrices)
         y_NkD = y.index_select(0, places.clamp(min=0)).unflatten(0, weight_Nk.shape)
         return sum_of_local(y_NkD, places.view(weight_Nk.shape) >= 0, weight_Nk)  # the places of others are -1
 
@@ -152,8 +145,7 @@ class Ascend(AscendAttention):
         num_experts: int,
         group: ProcessGroup,
         max_rows: int,
-        gate_up: Weights,
-        down: Weights,
+        matrices: Matrices,
     ) -> Tensor:
         experts, ranks, rank = expert_nk.to(torch.int32), group.size(), group.rank()
         name = group.group_name if self._is_emulated else communicator_name(group)
@@ -161,7 +153,7 @@ class Ascend(AscendAttention):
         rows, _, assist, counts_E, received, received_over_tp, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
             x_nD, experts, *domain, **options
         )
-        y = self.experts(rows, counts_E, gate_up, down)
+        y = self.experts(rows, counts_E, matrices)
         return torch.ops.npu.npu_moe_distribute_combine_v2(
             y,
             experts,
@@ -180,7 +172,7 @@ class Ascend(AscendAttention):
         if isinstance(counts, Tensor) and isinstance(weights, Tensor) and row_multiple == 1:
             x, operator, options = x_ND.contiguous(), torch.ops.npu.npu_grouped_matmul.default, product_options(counts)
             if self._takes(operator, x, ([x], [weights]), about=(weights.shape,), **options):
-                return GroupedLinear.apply(x, counts, weights)
+                return GroupedLinear.apply(x, weights, counts, products)
         counts = counts if x_ND.shape[0] else [0] * len(weights)
         return super().grouped_linear(x_ND, weights, counts, row_multiple)
 

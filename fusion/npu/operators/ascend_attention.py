@@ -10,12 +10,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.plain import Plain
-from fusion.npu.operators.plain_attention import PagedRows
+from fusion.npu.operators.plain_attention import Lengths, PagedRows
 
 
 class AscendAttention(Plain):
@@ -56,21 +55,14 @@ class AscendAttention(Plain):
             warnings.warn(message, stacklevel=4)
         return self._is_emulated
 
-    def varlen_attention(
-        self,
-        q_NHC: Tensor,
-        k_MKC: Tensor,
-        v_MKV: Tensor,
-        lengths: list[int],
-        scale: float | None = None,
-        kv_lengths: list[int] | None = None,
+    def _attend_packed(
+        self, q_NHC: Tensor, k_MKC: Tensor, v_MKV: Tensor, lengths: list[int], scale: float | None, kv_lengths: Lengths
     ) -> Tensor:
         if len(lengths) > limits.MAX_PACKED_SEQUENCES:
-            return self._in_parts(q_NHC, k_MKC, v_MKV, lengths, scale=scale, kv_lengths=kv_lengths)
-        operator, width, channels = torch.ops.npu.npu_fusion_attention.default, v_MKV.shape[-1], q_NHC.shape[-1]
-        v = v_MKV if width == channels else F.pad(v_MKV, (0, channels - width))
+            return self._in_parts(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
+        operator, channels = torch.ops.npu.npu_fusion_attention.default, q_NHC.shape[-1]
         ends = list(accumulate(lengths))
-        args = q_NHC, k_MKC, v, q_NHC.shape[1], "TND"
+        args = q_NHC, k_MKC, v_MKV, q_NHC.shape[1], "TND"
         options = dict(
             atten_mask=self._mask(q_NHC.device),
             scale=channels**-0.5 if scale is None else scale,
@@ -78,21 +70,13 @@ class AscendAttention(Plain):
             actual_seq_kvlen=ends if kv_lengths is None else list(accumulate(kv_lengths)),
             sparse_mode=3,  # causal, by the lower right triangle of each sequence
         )
-        takes = self._takes(operator, q_NHC, args, about=(k_MKC.shape[1], len(ends)), **options)
-        if width > channels or not takes:
-            return super().varlen_attention(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
-        out = operator(*args, **options)[0]
-        return out if width == channels else out[..., :width]
+        is_wide, about = v_MKV.shape[-1] > channels, (k_MKC.shape[1], len(ends))
+        if is_wide or not self._takes(operator, q_NHC, args, about=about, **options):
+            return super()._attend_packed(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
+        return operator(*args, **options)[0]
 
     def _in_parts(
-        self,
-        q_NHC: Tensor,
-        k_MKC: Tensor,
-        v_MKV: Tensor,
-        lengths: list[int],
-        *,
-        scale: float | None,
-        kv_lengths: list[int] | None,
+        self, q_NHC: Tensor, k_MKC: Tensor, v_MKV: Tensor, lengths: list[int], scale: float | None, kv_lengths: Lengths
     ) -> Tensor:
         """Attend to as many sequences at a time as the operator takes: a pass over fewer then runs the same one."""
         step = limits.MAX_PACKED_SEQUENCES
@@ -104,7 +88,7 @@ class AscendAttention(Plain):
         tensors = zip(q_NHC.split(rows), k_MKC.split(kv_rows), v_MKV.split(kv_rows), strict=True)
         return torch.cat(
             [
-                self.varlen_attention(*part, some, scale, None if kv_lengths is None else of_keys)
+                self._attend_packed(*part, some, scale, None if kv_lengths is None else of_keys)
                 for part, some, of_keys in zip(tensors, queries, keys, strict=True)
             ]
         )

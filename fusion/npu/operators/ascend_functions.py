@@ -63,26 +63,8 @@ def product_options(counts: Tensor, group_type: int = 0) -> dict[str, Any]:
     return dict(group_list=counts, split_item=3, group_type=group_type, group_list_type=int(len(counts) > 1))
 
 
-def _products(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    """Return one product a group, joined: of blocks of x's rows (``group_type`` 0), or of its columns with blocks of
-    the weight's rows (2)."""
-    (out,) = torch.ops.npu.npu_grouped_matmul([x], [weight], **product_options(counts, group_type))
+def products(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return the products of `GroupedLinear`, of which torch_npu derives no gradient."""
+    options = product_options(counts, group_type=0 if weight.dim() == 3 else 2)
+    (out,) = torch.ops.npu.npu_grouped_matmul([x], [weight], **options)
     return out
-
-
-class GroupedLinear(torch.autograd.Function):
-    """Products of row blocks with the matrices of a stack, of which torch_npu derives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, counts: Tensor, stack_EOD: Tensor):
-        ctx.save_for_backward(x_ND, counts, stack_EOD)
-        return _products(x_ND, stack_EOD.transpose(1, 2), counts, group_type=0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        x_ND, counts, stack_EOD = ctx.saved_tensors
-        grad_NO = grads[0].contiguous()
-        needs_x, _, needs_stack = ctx.needs_input_grad
-        grad_x = _products(grad_NO, stack_EOD, counts, group_type=0) if needs_x else None
-        grad_stack = _products(grad_NO.t(), x_ND, counts, group_type=2) if needs_stack else None
-        return grad_x, None, grad_stack

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fusion.npu.compiler import BuildError, Library, build
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import Counts, Permuted, Plain, Rope, Weights
+from fusion.npu.operators.plain import Counts, Matrices, Permuted, Plain, Rope
 from fusion.npu.operators.plain_attention import PagedRows
 
 HERE = Path(__file__).parent
@@ -76,10 +76,10 @@ class Cpu(Plain):
     def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
         return self._fused_for(x) is not None
 
-    def experts(self, x: Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1) -> Tensor:
+    def experts(self, x: Tensor, counts: Counts, matrices: Matrices, row_multiple: int = 1) -> Tensor:
         if not isinstance(counts, Tensor) or (fused := self._fused_for(x)) is None:
-            return super().experts(x, counts, gate_up, down, row_multiple)
-        return fused.experts(x, counts, gate_up, down, row_multiple)
+            return super().experts(x, counts, matrices, row_multiple)
+        return fused.experts(x, counts, *matrices, row_multiple)
 
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and torch.is_inference_mode_enabled() and load() is not None

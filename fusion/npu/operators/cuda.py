@@ -26,7 +26,8 @@ from torch.utils import deterministic
 from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.plain import AdamW, AdamWStates, Counts, Plain, Rope, Weights
-from fusion.npu.operators.plain_attention import PagedRows
+from fusion.npu.operators.plain_attention import Lengths, PagedRows
+from fusion.npu.operators.rows import GroupedLinear
 
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether this torch wants to be told of grouped queries; else it sees them by the numbers of heads"""
@@ -103,7 +104,7 @@ class Cuda(Plain):
         on_card = isinstance(counts, Tensor) and row_multiple == 1 and x_ND.shape[0] > 0
         if on_card and isinstance(weights, Tensor) and self._multiplies(x_ND, weights):
             assert isinstance(counts, Tensor)
-            return _GroupedLinear.apply(x_ND.contiguous(), weights, self._ends_of_rows(counts))
+            return GroupedLinear.apply(x_ND.contiguous(), weights, self._ends_of_rows(counts), _products)
         return super().grouped_linear(x_ND, weights, counts, row_multiple)
 
     def _ends_of_rows(self, counts_E: Tensor) -> Tensor:
@@ -121,28 +122,19 @@ class Cuda(Plain):
 
     # Attention
 
-    def varlen_attention(
-        self,
-        q_NHC: Tensor,
-        k_MKC: Tensor,
-        v_MKV: Tensor,
-        lengths: list[int],
-        scale: float | None = None,
-        kv_lengths: list[int] | None = None,
+    def _attend_packed(
+        self, q_NHC: Tensor, k_MKC: Tensor, v_MKV: Tensor, lengths: list[int], scale: float | None, kv_lengths: Lengths
     ) -> Tensor:
-        width, channels = v_MKV.shape[-1], q_NHC.shape[-1]
-        about = q_NHC.dtype, channels
-        fits = lengths and width <= channels
-        if not fits or not self._takes("varlen_attn", about, {"query": q_NHC, "block_table": None}):
-            return super().varlen_attention(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
-        v = v_MKV if width == channels else F.pad(v_MKV, (0, channels - width))
+        channels, call = q_NHC.shape[-1], {"query": q_NHC, "block_table": None}
+        if v_MKV.shape[-1] > channels or not self._takes("varlen_attn", (q_NHC.dtype, channels), call):
+            return super()._attend_packed(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
         kv_lengths = kv_lengths or lengths
         grouped = q_NHC.shape[1] != k_MKC.shape[1]
         options: dict[str, Any] = {"enable_gqa": grouped} if TAKES_GROUPS else {}
         out = varlen_attn(
             q_NHC,
             k_MKC,
-            v,
+            v_MKV,
             self._ends_of(lengths, q_NHC.device),
             self._ends_of(kv_lengths, q_NHC.device),
             max(lengths),
@@ -153,7 +145,7 @@ class Cuda(Plain):
         )
         assert isinstance(out, Tensor)
         _repeat_gradients(out)
-        return out if width == channels else out[..., :width]
+        return out
 
     def _ends_of(self, lengths: list[int], device: torch.device) -> Tensor:
         """Return 0 and the end of each sequence, int32, on the card; kept for the layers of one pass."""
@@ -262,20 +254,5 @@ class _Rotate(torch.autograd.Function):
         return torch.addcmul(grads[0] * cos_N1R, turned, sin_N1R, value=-1), None, None
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """Multiply row blocks, which end at ``ends_E``, by the matrices of a stack [E, O, D]: one product each for the
-    result and for both gradients, which is contiguous as the operator requires."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, stack_EOD: Tensor, ends_E: Tensor):
-        ctx.save_for_backward(x_ND, stack_EOD, ends_E)
-        return F.grouped_mm(x_ND, stack_EOD.transpose(1, 2), offs=ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        x_ND, stack_EOD, ends_E = ctx.saved_tensors
-        grad_NO = grads[0].contiguous()
-        needs_x, needs_stack, _ = ctx.needs_input_grad
-        grad_x = F.grouped_mm(grad_NO, stack_EOD, offs=ends_E) if needs_x else None
-        grad_stack = F.grouped_mm(grad_NO.t(), x_ND, offs=ends_E) if needs_stack else None
-        return grad_x, grad_stack, None
+def _products(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight, offs=ends_E)

@@ -14,7 +14,7 @@ from fusion.npu.operators import triton_attention, triton_experts
 from fusion.npu.operators.cuda import Cuda
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.limits import HALVES
-from fusion.npu.operators.plain import Permuted, Rope, Weights
+from fusion.npu.operators.plain import Matrices, Permuted, Rope
 from fusion.npu.operators.plain_attention import PagedRows
 
 
@@ -59,20 +59,13 @@ class CudaFused(Cuda):
         return triton_experts.unroute(y, order, weight_Nk)
 
     def local_experts(
-        self,
-        x_ND: Tensor,
-        expert_Nk: Tensor,
-        weight_Nk: Tensor,
-        num_experts: int,
-        local: range,
-        gate_up: Weights,
-        down: Weights,
+        self, x_ND: Tensor, expert_Nk: Tensor, weight_Nk: Tensor, num_experts: int, local: range, matrices: Matrices
     ) -> Tensor:
         if not torch.is_inference_mode_enabled():
-            return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
+            return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, matrices)
         sources, places, counts_E, ends_E = triton_experts.route(expert_Nk, num_experts, local.start)
         counts, ends = self._counted = counts_E[: len(local)], ends_E[: len(local)]
-        y = self.experts(triton_experts.gather(x_ND, sources), counts, gate_up, down)
+        y = self.experts(triton_experts.gather(x_ND, sources), counts, matrices)
         return triton_experts.unroute(y, places, weight_Nk, ends)
 
     def store_kv(

@@ -24,6 +24,8 @@ rotation"""
 
 Weights = Sequence[Tensor] | Tensor
 """A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
+Matrices = tuple[Weights, Weights]
+"""Of each expert gate and up [2 * I, D], and down [D, I]"""
 Counts = list[int] | Tensor
 """Rows of each expert: on the host, or int64 [E] on the card"""
 
@@ -177,27 +179,20 @@ class Plain(PlainAttention):
             return _grouped(x_ND, counts, row_multiple, weights)
         return _GroupedLinear.apply(x_ND, counts, row_multiple, *weights)
 
-    def experts(self, x: Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1) -> Tensor:
-        """Return the SwiGLU of each expert, with matrices ``gate_up[e]`` [2 * I, D] and ``down[e]`` [D, I], each a
-        list or a stack, on its rows of x, which are sorted by expert."""
+    def experts(self, x: Tensor, counts: Counts, matrices: Matrices, row_multiple: int = 1) -> Tensor:
+        """Return the SwiGLU of each expert on its rows of x, which are sorted by expert."""
+        gate_up, down = matrices
         inner = self.swiglu(self.grouped_linear(x, gate_up, counts, row_multiple))
         return self.grouped_linear(inner, down, counts, row_multiple)
 
     def local_experts(
-        self,
-        x_ND: Tensor,
-        expert_Nk: Tensor,
-        weight_Nk: Tensor,
-        num_experts: int,
-        local: range,
-        gate_up: Weights,
-        down: Weights,
+        self, x_ND: Tensor, expert_Nk: Tensor, weight_Nk: Tensor, num_experts: int, local: range, matrices: Matrices
     ) -> Tensor:
         """Return the weighted sum [N, D] of those experts of each row that are ``local``, whose matrices these are.
         Without gradients. The host waits only if the table does not `takes_counts`."""
         turned_Nk = (expert_Nk.to(torch.int64) - local.start) % num_experts  # the local ones come first
         rows, order, counts_E = Plain.permute(self, x_ND, turned_Nk, num_experts)
-        y = self.experts(rows, counts_E[: len(local)], gate_up, down)
+        y = self.experts(rows, counts_E[: len(local)], matrices)
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
         return sum_of_local(y_NkD, turned_Nk < len(local), weight_Nk)
 
@@ -213,8 +208,7 @@ class Plain(PlainAttention):
         num_experts: int,
         group: ProcessGroup,
         max_rows: int,
-        gate_up: Weights,
-        down: Weights,
+        matrices: Matrices,
     ) -> Tensor:
         """Return the weighted sum [n, D] of each row's experts, whichever rank of ``group`` holds them: rank r the r-th
         of equal shares, of which these are the matrices. Without gradients; collective. ``group``: in which no other

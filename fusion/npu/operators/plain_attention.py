@@ -11,6 +11,9 @@ from torch import Tensor
 from fusion.npu.operators import composed_attention
 from fusion.npu.operators.composed_attention import PagedRows
 
+Lengths = list[int] | None
+"""Keys of each sequence; None: as many as it has queries"""
+
 
 class PlainAttention:
     """The attention of the table `Plain`, which inherits it."""
@@ -31,7 +34,7 @@ class PlainAttention:
         v_MKV: Tensor,
         lengths: list[int],
         scale: float | None = None,
-        kv_lengths: list[int] | None = None,
+        kv_lengths: Lengths = None,
     ) -> Tensor:
         """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
         ``lengths``: number of queries of each sequence; adjacent sequences of equal length share a kernel call, without
@@ -42,16 +45,22 @@ class PlainAttention:
         Values may have other channels than keys; where they have fewer, they are padded, because flash kernels take
         equal numbers only."""
         assert sum(lengths) == q_NHC.shape[0] and sum(kv_lengths or lengths) == k_MKC.shape[0]
-        width = v_MKV.shape[-1]
-        if width < q_NHC.shape[-1]:
-            v_MKV = F.pad(v_MKV, (0, q_NHC.shape[-1] - width))
+        width, channels = v_MKV.shape[-1], q_NHC.shape[-1]
         if not lengths:
-            return q_NHC if width == q_NHC.shape[-1] else F.pad(q_NHC, (0, width - q_NHC.shape[-1]))
-        if kv_lengths is None:
-            out = composed_attention.packed(q_NHC, k_MKC, v_MKV, lengths, scale)
-        else:
-            out = composed_attention.lower_right(q_NHC, k_MKC, v_MKV, lengths, kv_lengths, scale)
+            return q_NHC if width == channels else F.pad(q_NHC, (0, width - channels))
+        if width < channels:
+            v_MKV = F.pad(v_MKV, (0, channels - width))
+        out = self._attend_packed(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
         return out if width == out.shape[-1] else out[..., :width]
+
+    def _attend_packed(
+        self, q_NHC: Tensor, k_MKC: Tensor, v_MKV: Tensor, lengths: list[int], scale: float | None, kv_lengths: Lengths
+    ) -> Tensor:
+        """Return what `varlen_attention` does of at least one sequence, whose values have no fewer channels than its
+        keys: what tables replace."""
+        if kv_lengths is None:
+            return composed_attention.packed(q_NHC, k_MKC, v_MKV, lengths, scale)
+        return composed_attention.lower_right(q_NHC, k_MKC, v_MKV, lengths, kv_lengths, scale)
 
     def head_linear(self, x_NHC: Tensor, weight_HCO: Tensor, row_multiple: int = 1) -> Tensor:
         """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `rows.linear`. Generation calls

@@ -1,5 +1,8 @@
 """Compute what all tables share, on any device: products and sigmoids whose bits may be asked not to depend on the
-other rows of a batch, and sums of experts."""
+other rows of a batch, sums of experts, and the gradients of their products."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,3 +37,24 @@ def sum_of_local(y_NkD: Tensor, is_local_Nk: Tensor, weight_Nk: Tensor) -> Tenso
     whatever it is: memory that no product was written to."""
     y_NkD = torch.where(is_local_Nk.unsqueeze(-1), y_NkD, 0)
     return torch.bmm(weight_Nk.to(y_NkD.dtype).unsqueeze(1), y_NkD).squeeze(1)
+
+
+class GroupedLinear(torch.autograd.Function):
+    """Multiply row blocks of x by the matrices of a stack [E, O, D]: one ``product(x, weight, blocks)`` each for the
+    result and for both gradients, of blocks of x's rows with the matrices of a stack, or of its columns with blocks of
+    the weight's rows, joined. ``blocks``: which rows these are, as the product takes them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, stack_EOD: Tensor, blocks: Tensor, product: Callable[..., Tensor]):
+        ctx.save_for_backward(x_ND, stack_EOD, blocks)
+        ctx.product = product
+        return product(x_ND, stack_EOD.transpose(1, 2), blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        x_ND, stack_EOD, blocks = ctx.saved_tensors
+        grad_NO = grads[0].contiguous()  # as a card's products require it
+        needs_x, needs_stack, *_ = ctx.needs_input_grad
+        grad_x = ctx.product(grad_NO, stack_EOD, blocks) if needs_x else None
+        grad_stack = ctx.product(grad_NO.t(), x_ND, blocks) if needs_stack else None
+        return grad_x, grad_stack, None, None

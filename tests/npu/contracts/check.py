@@ -219,11 +219,11 @@ def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Ten
     stacks = cut.tensor(local, 2 * spec.width, hidden), cut.tensor(local, hidden, spec.width)
     outs = [y]
     assert table.takes_counts(x, local)
-    outs.append(table.experts(received, arriving, *stacks))
+    outs.append(table.experts(received, arriving, stacks))
     if not cut.trains:
         last = range(spec.num_experts - local, spec.num_experts)
         rows = cut.tensor(cut.rows, hidden)
-        outs.append(table.local_experts(rows, experts, weights, spec.num_experts, last, *stacks))
+        outs.append(table.local_experts(rows, experts, weights, spec.num_experts, last, stacks))
     if not cut.trains and cut.ep >= MIN_DISPATCH_RANKS:
         dispatched(table, spec, cut, meta(cut.rows, hidden), experts, weights, stacks)
     return outs
@@ -241,7 +241,7 @@ def dispatched(
         assert table.max_dispatched_rows(
             cut.ep, spec.num_experts, spec.router.top_k, hidden=x.shape[1], dtype=x.dtype
         ) == min(512, limits.rows_of_buffer(cut.ep, spec.num_experts // cut.ep, spec.router.top_k, x.shape[1]))
-        y = table.dispatched_experts(x, experts, weights, spec.num_experts, group, cut.rows, *stacks)
+        y = table.dispatched_experts(x, experts, weights, spec.num_experts, group, cut.rows, stacks)
     assert y.shape == x.shape
 
 
