@@ -18,35 +18,22 @@ class WeightHolder(Protocol):
     Invariant: ``weights.views[param.name]`` has the shape ``param.shape`` for every ``param`` of ``table``, before and
     after its storage is released and reallocated."""
 
-    @property
-    def config(self) -> ModelConfig:
-        """The shape of the whole model."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The grid of ranks that the weights are sharded over, with this rank's coordinates and process groups."""
-
-    @property
-    def device(self) -> Device:
-        """Where `weights` are allocated."""
-
-    @property
-    def table(self) -> tuple[LocalParam, ...]:
-        """This rank's local tensors in the order of the forward pass: which box of which global tensor is stored
-        where, and which lie apart from the units (`LocalParam.storage`)."""
-
-    @property
-    def weights(self) -> Buckets:
-        """The storage of every parameter of `table`, most of it in units that can be released and allocated one by
-        one."""
-
-    @property
-    def format(self) -> Format:
-        """The name of the format of `table`: `table_of` returns every rank's."""
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Upper bound on the bytes of a bucket; determines the size of the units of `weights` (`unit_bytes`)."""
+    config: ModelConfig
+    """The shape of the whole model."""
+    mesh: Mesh
+    """The grid of ranks that the weights are sharded over, with this rank's coordinates and process groups."""
+    device: Device
+    """Where `weights` are allocated."""
+    table: tuple[LocalParam, ...]
+    """This rank's local tensors in the order of the forward pass: which box of which global tensor is stored
+    where, and which lie apart from the units (`LocalParam.storage`)."""
+    weights: Buckets
+    """The storage of every parameter of `table`, most of it in units that can be released and allocated one by
+    one."""
+    format: Format
+    """The name of the format of `table`: `table_of` returns every rank's."""
+    bucket_bytes: int
+    """Upper bound on the bytes of a bucket; determines the size of the units of `weights` (`unit_bytes`)."""
 
 
 def table_of(model: WeightHolder, rank: int) -> tuple[LocalParam, ...]:
