@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from fusion.costmodel.hardware import hardware_named, hardware_names, load_hardware
+from fusion.costmodel.hardware import Figure, hardware_named, hardware_names, load_hardware
 from fusion.costmodel.hardware.load import FOLDER
 from fusion.ep_switch.topology import LEVELS, Topology
 from stalesync.job.config import ClusterConfig
@@ -113,6 +114,7 @@ def test_unknown_hardware_is_refused_by_key():
         ("links.supernode", {"peak_bytes_per_s": 1}, "links.supernode: unknown key; expected node, network"),
         ("links.node", None, "links.node: missing"),
         ("links.network.reached", None, "links.network.reached: missing"),
+        ("like", "abacus", "card.yaml: like: expected one of ascend_910b, ascend_910c, h100, h800, not 'abacus'"),
     ],
 )
 def test_a_wrong_file_is_refused_by_file_and_key(path, value, message, tmp_path):
@@ -129,6 +131,18 @@ def test_a_wrong_file_is_refused_by_file_and_key(path, value, message, tmp_path)
     with pytest.raises(ValueError) as refused:
         load_hardware(tmp_path / "card.yaml")
     assert message in str(refused.value)
+
+
+def test_a_card_like_another_has_what_its_own_file_does_not_state(tmp_path):
+    own = {"description": "a faster H100", "like": "h100", "constants": {"flops": {"value": 2, "unit": "TFLOP/s"}}}
+    own["constants"]["flops"]["source"] = "a test"
+    (tmp_path / "card.yaml").write_text(yaml.safe_dump(own))
+    h100, card = hardware_named("h100"), load_hardware(tmp_path / "card.yaml")
+    assert card == replace(h100, name="card", flops=Figure(2e12, "a test"))
+    own["constants"]["flops"].pop("source")
+    (tmp_path / "card.yaml").write_text(yaml.safe_dump(own))
+    with pytest.raises(ValueError, match="card.yaml: constants.flops.source: missing"):
+        load_hardware(tmp_path / "card.yaml")
 
 
 def test_every_file_is_installed():

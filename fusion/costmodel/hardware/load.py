@@ -5,6 +5,7 @@ is there, is a finite number > 0 in a known unit, has a source.
     topology:   dies_per_card, dies_per_node, dies_per_supernode (null: no supernodes), host link, source
     links:      card, node, supernode, network: peak bandwidth one way of one die, and the share of it that is reached
     constants:  the other fields of `Hardware`
+    like:       another card, which has what the file does not state
 
 A level of `links` that the machine does not have is left out of its file, and has to be: its entry in the Topology
 repeats that of the node, so that plans see one class of links where there is one."""
@@ -147,7 +148,7 @@ def load_hardware(path: Path) -> Hardware:
     """Load and check one card's file.
     Raise ValueError: a key that is unknown or missing, a value that is no finite number > 0, an unknown unit or a
     missing source; names the file and the key."""
-    card = _Section(path.name, "", yaml.safe_load(path.read_text()))
+    card = _Section(path.name, "", _values(path))
     card.expect("description", "operators", "topology", "links", "constants")
     card.text("description")
     if card.text("operators") not in TABLES:
@@ -162,6 +163,21 @@ def load_hardware(path: Path) -> Hardware:
         reached=reached,
         **{name: constants.figure(name) for name in CONSTANTS},
     )
+
+
+def _values(path: Path) -> Any:
+    """Return what a file states, and below that what the card states that it is ``like``."""
+    stated = yaml.safe_load(path.read_text())
+    other = stated.pop("like", None) if isinstance(stated, dict) else None
+    if other is None:
+        return stated
+    if other not in hardware_names():
+        raise ValueError(f"{path.name}: like: expected one of {', '.join(hardware_names())}, not {other!r}")
+    sections = _values(FOLDER / f"{other}.yaml")
+    for name, values in stated.items():
+        known = sections.get(name)
+        sections[name] = known | values if isinstance(known, dict) and isinstance(values, dict) else values
+    return sections
 
 
 def _topology(shape: "_Section", links: "_Section") -> tuple[Topology, tuple[Figure, ...]]:
