@@ -146,7 +146,7 @@ class AscendAttention(Plain):
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         # One query a sequence, [R, H, 1, C]: of this layout alone do all sources say that lengths are each row's own.
         args = q_NHC.contiguous().unsqueeze(2), *pool.chunk(2)
-        out = self._infer(args, rows, "BNSD", kv_heads=pool.shape[1], block_size=pool.shape[2], scale=scale)
+        out = self._infer(args, pool, rows, "BNSD", scale=scale)
         return super().paged_attention(q_NHC, pool, rows, None, scale) if out is None else out[0].squeeze(2)
 
     def paged_latent_attention(
@@ -156,7 +156,7 @@ class AscendAttention(Plain):
         args = q_NHR.contiguous().unsqueeze(1), compressed, compressed
         rope = dict(query_rope=q_NHP.contiguous().unsqueeze(1), key_rope=rotated)
         # Heads first in the result, as the product that makes values of it takes them.
-        out = self._infer(args, rows, "BSND_NBSD", kv_heads=1, block_size=pool.shape[2], scale=scale, **rope)
+        out = self._infer(args, pool, rows, "BSND_NBSD", scale=scale, **rope)
         if out is None:
             return super().paged_latent_attention(q_NHR, q_NHP, pool, rows, scale)
         return out[0].squeeze(2).transpose(0, 1)
@@ -164,8 +164,7 @@ class AscendAttention(Plain):
     def partial_attention(
         self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        options: dict[str, Any] = dict(kv_heads=pool.shape[1], block_size=pool.shape[2], scale=scale)
-        options["softmax_lse_flag"] = True
+        options: dict[str, Any] = dict(scale=scale, softmax_lse_flag=True)
         if value_width is None:
             args, layout, heads_at = (q_NHC.contiguous().unsqueeze(2), *pool.chunk(2)), "BNSD", 2
         else:
@@ -173,25 +172,18 @@ class AscendAttention(Plain):
             q_NHR, q_NHP = (q.contiguous().unsqueeze(1) for q in q_NHC.tensor_split([value_width], dim=-1))
             args, layout, heads_at = (q_NHR, compressed, compressed), "BSND", 1
             options |= dict(query_rope=q_NHP, key_rope=rotated)
-        found = self._infer(args, rows, layout, **options)
+        found = self._infer(args, pool, rows, layout, **options)
         if found is None:
             return super().partial_attention(q_NHC, pool, rows, value_width, scale)
         return found[0].squeeze(heads_at), found[1].flatten(1)  # the latter [R, H, 1, 1] in every layout
 
     def _infer(
-        self,
-        args: tuple[Tensor, ...],
-        rows: PagedRows,
-        layout: str,
-        *,
-        kv_heads: int,
-        block_size: int,
-        scale: float,
-        **others: Any,
+        self, args: tuple[Tensor, ...], pool: Tensor, rows: PagedRows, layout: str, *, scale: float, **others: Any
     ) -> tuple[Tensor, Tensor] | None:
         """Attend with one query of each row to its blocks; None where that is beyond a limit. Returns the log-sum-exp
         of the scores, too, if asked for."""
         operator, heads = torch.ops.npu.npu_fused_infer_attention_score.default, args[0].numel() // len(args[0])
+        _, kv_heads, block_size, _ = pool.shape
         options: dict[str, Any] = dict(
             actual_seq_lengths_kv=rows.host_lengths,
             block_table=rows.blocks_RB,
