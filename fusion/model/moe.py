@@ -228,7 +228,7 @@ class MoE(nn.Module):
         x_nD = x_ND[shard.start : shard.stop]
         logits_nE = self._logits(x_nD, row_multiple)
         weight_nk, expert_nk = self.operators.gate(logits_nE, self._router, self.correction, row_multiple)
-        experts = self.spec.num_experts, mesh.dispatch_group, max(rows.by_ep_rank), self._matrices
+        experts = mesh.dispatch_group, max(rows.by_ep_rank), self._matrices
         y = gather_rows(self.operators.dispatched_experts(x_nD, expert_nk, weight_nk, *experts), shards, mesh)
         if self.shared is not None:
             shared = self._gated(x_ND, self.shared.partial(x_ND, row_multiple), row_multiple)

@@ -138,18 +138,12 @@ class Ascend(AscendAttention):
         return min(limits.MAX_DISPATCHED_ROWS, limits.rows_of_buffer(ranks, num_experts // ranks, top_k, hidden))
 
     def dispatched_experts(
-        self,
-        x_nD: Tensor,
-        expert_nk: Tensor,
-        weight_nk: Tensor,
-        num_experts: int,
-        group: ProcessGroup,
-        max_rows: int,
-        matrices: Matrices,
+        self, x_nD: Tensor, expert_nk: Tensor, weight_nk: Tensor, group: ProcessGroup, max_rows: int, matrices: Matrices
     ) -> Tensor:
-        experts, ranks, rank = expert_nk.to(torch.int32), group.size(), group.rank()
+        experts, ranks = expert_nk.to(torch.int32), group.size()
         name = group.group_name if self._is_emulated else communicator_name(group)
-        domain, options = (name, ranks, rank, num_experts), dict(shared_expert_num=0, global_bs=max_rows * ranks)
+        domain = name, ranks, group.rank(), ranks * len(matrices[0])
+        options = dict(shared_expert_num=0, global_bs=max_rows * ranks)
         rows, _, assist, counts_E, received, received_over_tp, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
             x_nD, experts, *domain, **options
         )

@@ -201,14 +201,7 @@ class Plain(PlainAttention):
         return 0
 
     def dispatched_experts(
-        self,
-        x_nD: Tensor,
-        expert_nk: Tensor,
-        weight_nk: Tensor,
-        num_experts: int,
-        group: ProcessGroup,
-        max_rows: int,
-        matrices: Matrices,
+        self, x_nD: Tensor, expert_nk: Tensor, weight_nk: Tensor, group: ProcessGroup, max_rows: int, matrices: Matrices
     ) -> Tensor:
         """Return the weighted sum [n, D] of each row's experts, whichever rank of ``group`` holds them: rank r the r-th
         of equal shares, of which these are the matrices. Without gradients; collective. ``group``: in which no other

@@ -241,7 +241,7 @@ def dispatched(
         assert table.max_dispatched_rows(
             cut.ep, spec.num_experts, spec.router.top_k, hidden=x.shape[1], dtype=x.dtype
         ) == min(512, limits.rows_of_buffer(cut.ep, spec.num_experts // cut.ep, spec.router.top_k, x.shape[1]))
-        y = table.dispatched_experts(x, experts, weights, spec.num_experts, group, cut.rows, stacks)
+        y = table.dispatched_experts(x, experts, weights, group, cut.rows, stacks)
     assert y.shape == x.shape
 
 
