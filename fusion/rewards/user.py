@@ -107,15 +107,16 @@ def import_file(path: str, key: str) -> tuple[ModuleType, str]:
 
 
 def _is_called_by_name(signature: inspect.Signature, places: Mapping[str, int]) -> bool:
-    """Return whether the arguments are given by name: the first three cannot be given by position, or one of them has
-    the name of another place, or of a column that verl passes."""
+    """Return whether the arguments are given by name: the first three cannot be given by position, one of them has the
+    name of a column that verl passes or of what a run knows, or any parameter has the name of another place."""
     try:
         signature.bind_partial("", "", "")
     except TypeError:
         return True
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    first = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds][:3]
-    return any(places.get(name, place) != place or name in VERL_COLUMNS for place, name in enumerate(first))
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind not in variadic]
+    elsewhere = any(places.get(name, place) != place for place, name in enumerate(names))
+    return elsewhere or not {*names[:3]}.isdisjoint({*VERL_COLUMNS, *OF_RUN})
 
 
 def _signature(function: RewardFunction, path: str) -> inspect.Signature:

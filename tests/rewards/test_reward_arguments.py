@@ -70,6 +70,7 @@ def test_names_of_parameters_tell_what_a_function_asks_for(tmp_path, parameters,
         ("prompt, response, ground_truth", ("p", "r", "g"), ()),
         ("question, completion, gold", ("p", "r", "g"), ()),
         ("solution_str, ground_truth, data_source='none', level=0", ("r", "g", "web", 0), ()),
+        ("prompt, response, unit='m', *, answer='none'", ("p", "r", "m", "g"), ()),
     ],
 )
 def test_arguments_of_known_names_are_given_by_name(tmp_path, parameters, expected, required):
@@ -137,6 +138,9 @@ def test_in_a_batch_a_default_is_kept_where_the_field_of_every_row_is_null(tmp_p
             "not clear which parameters",
         ),
         ("def score(prompt, solution_str): return 0.0", "not clear which parameters"),
+        ("def score(prompt, response, other_responses): return 0.0", "not clear which parameters"),
+        ("def score(prompts, responses, prefill, *, level): return [0.0]", "not clear which parameters"),
+        ("def score(question, completion, gold, answer=None): return 0.0", "not clear which parameters"),
         ("def score(r, a): return 0.0", "not clear which parameters"),
         ("def score(prompts, completions, answer): return 0.0", "completions .TRL's. may be texts or chats"),
         ("score = 3", "defines no function 'score'"),
