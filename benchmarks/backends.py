@@ -24,11 +24,7 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.backends:engines"},
-    [
-        Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("dtype", "float32", help="of weights", choices=("float32", "bfloat16")),
-    ],
+    [Option("rounds", 5, smoke=1, help="rounds that are measured")],
     "*.over_vllm >= 0.9",
     sizes={"requests": (96, 8), "layers": (4, 2)},
 )
@@ -45,17 +41,17 @@ PROMPT, TOKENS, MAX_SEQS, BLOCK, MAX_LENGTH, BATCH_TOKENS = 48, 64, 64, 32, 256,
 ALONE = ("vllm_plain", "vllm_alone")
 
 
-def engines(args: Arguments) -> Figures:
+def measure(args: Arguments) -> Figures:
     names = ["embedded", "vllm", *ALONE]
     if not importlib.util.find_spec("vllm"):
         names = ["embedded"]
         print("vLLM is not measured: it is not installed (bash scripts/environment.sh --backend vllm)")
     with temporary_folder() as folder, ExitStack() as stack:
-        runnable_checkpoint(folder, experts=True, num_hidden_layers=args.layers, dtype=args.dtype, **SHAPE)
+        runnable_checkpoint(folder, experts=True, num_hidden_layers=args.layers, **SHAPE)
         sides = {}
         for name in names:  # one after the other: they share the cores
             process = stack.enter_context(multiprocessing.get_context("spawn").Pool(1))
-            process.apply(build, (name, str(folder), args.dtype, args.requests))
+            process.apply(build, (name, str(folder), args.requests))
             sides[name] = lambda round, process=process: process.apply(seconds_of, (round,))
         seconds = in_turns(sides, args.rounds)
     return engine_summary(seconds, args.requests * TOKENS)
@@ -76,13 +72,13 @@ built: list[tuple[Generate, list[list[int]]]] = []
 """The side of this process, and its prompts"""
 
 
-def build(name: str, folder: str, dtype: str, requests: int) -> None:
+def build(name: str, folder: str, requests: int) -> None:
     import torch
 
     torch.set_num_threads(1)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 4000) for _ in range(PROMPT)] for _ in range(requests)]
-    built.append(((alone if name in ALONE else ours)(name, folder, dtype), prompts))
+    built.append(((alone if name in ALONE else ours)(name, folder), prompts))
 
 
 def seconds_of(round: int) -> float:
@@ -93,9 +89,7 @@ def seconds_of(round: int) -> float:
     return seconds
 
 
-def ours(name: str, folder: str, dtype: str) -> Generate:
-    import torch
-
+def ours(name: str, folder: str) -> Generate:
     from fusion.inference import EmbeddedEngine, Request, SamplingParams
     from fusion.model import Mesh, ModelConfig, Transformer, load_weights
     from fusion.npu import open_device
@@ -109,10 +103,10 @@ def ours(name: str, folder: str, dtype: str) -> Generate:
         from fusion.inference.backends.vllm_engine import VllmEngine
         from fusion.inference.backends.vllm_model import VllmModel
 
-        model = VllmModel(config, mesh, device, getattr(torch, dtype), rollout=rollout)
+        model = VllmModel(config, mesh, device, rollout=rollout)
         engine = VllmEngine(model, mesh, device, rollout)
     else:
-        model = Transformer(config, mesh, device, getattr(torch, dtype))
+        model = Transformer(config, mesh, device)
         engine = EmbeddedEngine(model, mesh, device, rollout)
     load_weights(model, folder)
     engine.allocate_kv()
@@ -125,7 +119,7 @@ def ours(name: str, folder: str, dtype: str) -> Generate:
     return generate
 
 
-def alone(name: str, folder: str, dtype: str) -> Generate:
+def alone(name: str, folder: str) -> Generate:
     os.environ |= dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     os.environ |= dict(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -138,7 +132,7 @@ def alone(name: str, folder: str, dtype: str) -> Generate:
     limits |= dict(block_size=BLOCK, kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False)
     what: Any = dict(skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs")
     how: Any = dict(enforce_eager=True, async_scheduling=False, disable_log_stats=True)
-    engine = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=dtype, **limits, **what, **how))
+    engine = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype="float32", **limits, **what, **how))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
 
     def generate(prompts: dict[str, list[int]]) -> int:

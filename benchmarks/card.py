@@ -5,10 +5,11 @@ holds. Every figure stands beside its floor: the larger of its bytes at the rate
 operations at that of one large matrix product, both measured in the same run.
 
 operators   seconds and `over_floor` of operators of the card's table (`device.operators`)
-decode      one token of each sequence: seconds a step and a layer, tokens/s, over_floor; graphs: the same steps
-            replayed, where the table is captured; vllm: the same of vLLM, where it is installed and the card real
+decode      one token of each of 64 sequences of 2,048: seconds a step and a layer, tokens/s, over_floor; graphs: the
+            same steps replayed, where the table is captured; vllm: the same of vLLM, where it is installed and the card
+            real
 step        a profile of one decode step: kernels and microseconds of a layer, and of all outside of the layers
-train       forward, backward and update of one micro-batch: tokens/s, over_floor
+train       forward, backward and update of 16,384 tokens, in sequences of an eighth: tokens/s, over_floor
 switch      optimizer states to the host and back, over one plain copy each way
 """
 
@@ -24,18 +25,15 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, progress, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {part: f"benchmarks.card:{part}" for part in ("operators", "decode", "step", "train", "switch")},
     [
         Option("device", "auto", smoke="emulated", help="a kind of fusion.npu"),
         Option("operators", "auto", help="a table of `device.operators`"),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("batch", 64, smoke=3, help="sequences that are decoded"),
-        Option("context", 2048, smoke=20, help="tokens of each of them"),
-        Option("steps", 32, smoke=2, help="decode steps of a round"),
-        Option("tokens", 16384, smoke=64, help="tokens of a micro-batch, in sequences of an eighth"),
         Option("layers", 48, smoke=1, help="layers at most"),
     ],
-    sizes={"divisor": (1, 32), "copied_bytes": (1 << 30, 1 << 16), "width": (8192, 64)},
+    parts={part: part for part in ("operators", "decode", "step", "train", "switch")},
+    sizes={"divisor": (1, 32), "copied_bytes": (1 << 30, 1 << 16), "width": (8192, 64)}
+    | {"batch": (64, 3), "context": (2048, 20), "steps": (32, 2), "tokens": (16384, 64)},
 )
 BENCHMARK.run_as(__name__)
 

@@ -21,7 +21,6 @@ FAULTS = "lost twice too_old not_bitwise not_finished not_refused unnamed_flips 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"chains": "tests.chaos.account:chains", "start": "tests.chaos.start:measure"},
     [
         Option("minutes", 30.0, smoke=2.0, help="minutes after which nothing more is killed"),
         Option("seed", 0, help="determines what is killed in which run, and when"),
@@ -36,6 +35,7 @@ BENCHMARK = Benchmark(
         Option("every", 0.05, help="of `start`: seconds between two"),
     ],
     ", ".join(f"*.{fault} <= 0" for fault in FAULTS),
+    parts={"chains": "tests.chaos.account:chains", "start": "tests.chaos.start:measure"},
     default=("chains",),
     must_hold=True,
 )

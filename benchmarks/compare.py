@@ -25,7 +25,6 @@ from benchmarks.harness import ROOT, Arguments, Benchmark, Figures, Option
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.compare:measure"},
     [
         Option("out", "runs/compare", smoke="", help="folder of the runs and of compare.html"),
         Option("simulated", False, help="simulate the published model and cluster, too"),

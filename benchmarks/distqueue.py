@@ -24,7 +24,6 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.distqueue:measure"},
     [Option("rounds", 15, smoke=1, help="rounds that are measured")],
     sizes={"samples": (1, 64)},
 )

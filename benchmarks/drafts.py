@@ -9,7 +9,7 @@ texts (with --texts FILE): the same for recorded texts of a model, rows {"prompt
 drafter itself, from siblings side by side, from history, and from both. The first half of a problem's samples are its
 responses, the others those of the epoch before. `held_out`: problems that served no choice of a constant of the
 drafter, those whose prompt has an odd digest; `tuned`: the others. The tokenizer is a byte-level BPE of 8,192 tokens
-made of the texts, or --tokenizer.
+made of the texts.
 
 real: tokens a second of a 52M-parameter model with drafts and without, in turns, at 1 to 32 running sequences; eight
 earlier responses to each prompt are known, which differ from it in a tenth of their tokens. small: the same of the
@@ -39,17 +39,15 @@ def check(args: Arguments) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {part: f"benchmarks.drafts:{part}" for part in ("engines", "texts")}
-    | {part: f"benchmarks.drafts_decode:{part}" for part in ("real", "small", "paced")},
     [
-        Option("model", None, help="folder of a base model of worked_arithmetic (default: make one)"),
         Option("texts", None, help="of `texts`: recorded texts"),
-        Option("tokenizer", None, help="folder of the tokenizer of --texts"),
         Option("prompts", 16, smoke=2, help="of `engines`"),
         Option("rounds", 3, smoke=1, help="of `real`, `small`"),
     ],
     "texts.held_out.both.tokens_per_forward >= 2.4, real.[124].ratio >= 1.8, real.[124].accepted >= 3.5, "
     "real.32.ratio >= 0.95, small.*.ratio >= 0.95, paced.all.ratio >= 1.5",
+    parts={"engines": "engines", "texts": "texts"}
+    | {part: f"benchmarks.drafts_decode:{part}" for part in ("real", "small", "paced")},
     default=("engines", "real", "small", "paced"),
     check=check,
     sizes={"base": ("", "0"), "layers": (8, 1), "live": ((1, 2, 4, 8, 32), (1, 2)), "new_tokens": (128, 8)}
@@ -97,16 +95,11 @@ def long_answers(prompts: int, model: Transformer) -> list[Problem]:
     return [Problem(ids, (first, second)) for ids, (first, second) in said.items()]
 
 
-def base_model(folder: str | None, target: str, made: Path) -> Path:
-    """Return the folder of the base model of the long-answer task; make it, unless there is one."""
-    return Path(folder) if folder else make_base(made / "base", "worked_arithmetic", target=target)
-
-
 @lru_cache
-def long_answer_model(folder: str | None, target: str) -> Transformer:
+def long_answer_model(target: str) -> Transformer:
     device: Any = PlainCpu(FREE_BYTES)
-    with temporary_folder() as made:
-        path = str(base_model(folder, target, made))
+    with temporary_folder() as folder:
+        path = str(make_base(folder / "base", "worked_arithmetic", target=target))
         model = Transformer(ModelConfig.from_hf(path), Mesh.single(), device)
         load_weights(model, path)
     return model
@@ -119,7 +112,7 @@ TOGETHER = 4
 
 
 def engines(args: Arguments) -> Figures:
-    groups = long_answers(args.prompts, long_answer_model(args.model, args.base))
+    groups = long_answers(args.prompts, long_answer_model(args.base))
     counts = ((1, False), (2, False), (2, True), (4, False), (4, True))
     cases = {
         f"{name}_{count}" + "_exchange" * shares: (count, shares, name)
@@ -176,7 +169,7 @@ def _problems(args: Arguments) -> Iterator[Problem]:
     the others in the first."""
     rows = [json.loads(line) for line in Path(args.texts).read_text().splitlines()] if args.texts else _toy_rows()
     prompts = [str(row.get("prompt", row.get("question"))) for row in rows]
-    encode = _encoder(args.tokenizer, [*prompts, *(text for row in rows for text in row["samples"])])
+    encode = _encoder([*prompts, *(text for row in rows for text in row["samples"])])
     for prompt, row in zip(prompts, rows, strict=True):
         said = [[*encode(text), END] for text in row["samples"]]
         now, earlier = said[: len(said) // 2], said[len(said) // 2 :]
@@ -191,13 +184,8 @@ def _toy_rows() -> list[dict[str, Any]]:
     ]
 
 
-def _encoder(folder: str | None, corpus: Sequence[str]) -> Callable[[str], Tokens]:
-    """Return a function from text to ids: of a tokenizer's folder, else a byte-level BPE that is made of the texts."""
-    if folder:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+def _encoder(corpus: Sequence[str]) -> Callable[[str], Tokens]:
+    """Return a function from text to ids: of a byte-level BPE that is made of the texts."""
     from tokenizers import ByteLevelBPETokenizer
 
     bpe: Any = ByteLevelBPETokenizer()

@@ -2,7 +2,6 @@
 
 import gc
 import random
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,11 +11,11 @@ from statistics import median
 
 import torch
 
-from benchmarks.drafts import FREE_BYTES, base_model, long_answer_model, prompts_of
+from benchmarks.drafts import FREE_BYTES, long_answer_model, prompts_of
 from benchmarks.harness import Arguments, Figures, in_turns, rows_of
 from benchmarks.models import PlainCpu, engine_of, model_of
 from benchmarks.paced import MAX_OVERRUN, Measured, Mode, Workload, run
-from benchmarks.runs import Row, temporary_folder
+from benchmarks.runs import Row, make_base, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams, sequence
 from fusion.inference.config import DraftsConfig
 from fusion.model import Transformer
@@ -89,7 +88,7 @@ CASES = {"8": (8, 1.0), "64": (64, 1.0), "64_unlike": (64, 4.0)}
 
 def small(args: Arguments) -> Figures:
     torch.set_num_threads(1)
-    model = long_answer_model(args.model, args.base)
+    model = long_answer_model(args.base)
 
     def measure(name: str) -> Figures:
         rates = partial(_rates, model, *CASES[name], args.small_prompts)
@@ -135,7 +134,7 @@ def paced(args: Arguments) -> Figures:
     task = ("data=worked", "data.max_prompt_length=64", f"data.rows={rows}", "training.lr=1e-4", "reward=arithmetic")
     workload = replace(WORKLOAD, cards=args.cards, prompts=args.paced_prompts, speed=args.speed, options=task)
     with temporary_folder() as folder:
-        shutil.copytree(base_model(args.model, args.base, folder), folder / "model")
+        make_base(folder / "model", "worked_arithmetic", target=args.base)
         by_side = {side: run(MODE, workload, folder, MEASURED, options) for side, options in SIDES.items()}
     return compared({side: measured.rows for side, measured in by_side.items()}, workload)
 

@@ -14,11 +14,9 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.engine:measure"},
     [
         Option("family", "qwen3_moe", help="the model's family", choices=("qwen3_moe", "deepseek_v3")),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("device", "cpu", help="cpu, or a kind of fusion.npu: auto, emulated, …"),
     ],
     "qwen3_moe.equal.ratio_to_hf >= 1.5, qwen3_moe.ragged.ratio_to_hf >= 3.5, "
     "deepseek_v3.equal.ratio_to_hf >= 1.0, deepseek_v3.ragged.ratio_to_hf >= 2.5",
@@ -33,7 +31,6 @@ from benchmarks.runs import temporary_folder
 from fusion.inference import EmbeddedEngine, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import GroupedQuery, Latent
-from fusion.npu import open_device
 
 SIZES: dict[str, Any] = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=4)
 SIZES |= dict(num_attention_heads=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
@@ -51,27 +48,25 @@ PROMPT_TOKENS = 16
 
 def measure(args: Arguments) -> Figures:
     torch.set_num_threads(1)
-    device: Any = PlainCpu() if args.device == "cpu" else open_device(args.device)
-    hf, engine = build(device, args.family)
+    hf, engine = build(args.family)
 
     def measure_case(name: str) -> Figures:
         batch, new_tokens, stop = CASES[name]
         size = batch // args.part_of_a_case, PROMPT_TOKENS
         prompts = torch.randint(2, SIZES["vocab_size"], size, generator=torch.manual_seed(1))
-        return Sides(hf, engine, device, prompts, new_tokens // args.part_of_a_case, stop).measure(args.rounds)
+        return Sides(hf, engine, prompts, new_tokens // args.part_of_a_case, stop).measure(args.rounds)
 
     return {args.family: rows_of(CASES, measure_case)}
 
 
-def build(device: Any, family: str) -> tuple[Any, EmbeddedEngine]:
+def build(family: str) -> tuple[Any, EmbeddedEngine]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    device: Any = PlainCpu()
     with temporary_folder() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPES[family])).save_pretrained(folder)
-        hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
-        if device.torch_device.type not in ("cpu", "cuda"):
-            hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
+        hf = AutoModelForCausalLM.from_pretrained(folder).eval()
         model = Transformer(ModelConfig.from_hf(str(folder)), Mesh.single(), device)
         load_weights(model, str(folder))
     return hf, engine_of(model, max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5)
@@ -84,7 +79,6 @@ class Sides:
 
     hf: Any
     engine: EmbeddedEngine
-    device: Any
     prompts: torch.Tensor
     new_tokens: int
     stop: tuple[int, ...]
@@ -112,26 +106,26 @@ class Sides:
                 outputs.extend(engine.step())
                 rows.append(engine.scheduler.counters.generated_tokens - before)
 
-        seconds = timed(generate, device=self.device)
+        seconds = timed(generate)
         self.rows, self.tokens = [self.prompts.numel(), *rows[1:]], sum(len(output.tokens) for output in outputs)
         return self.tokens / seconds
 
     def run_hf(self, round: int) -> float:
-        ids, stop = self.prompts.to(self.device.torch_device), self.stop[0] if self.stop else None
+        ids, stop = self.prompts, self.stop[0] if self.stop else None
         self.hf.generation_config.eos_token_id = stop
         sampling: Any = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=self.new_tokens)
 
         def generate() -> torch.Tensor:
             with torch.inference_mode():
-                return self.hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **sampling).cpu()
+                return self.hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **sampling)
 
-        seconds, sequences = timed_result(generate, device=self.device)
+        seconds, sequences = timed_result(generate)
         stops = (sequences[:, PROMPT_TOKENS:] == (-1 if stop is None else stop)).long()
         useful = int((stops.cumsum(1) - stops == 0).sum())  # up to the first stop token
         return useful / seconds
 
     def run_floor(self, round: int) -> float:
-        return self.tokens / timed(lambda: run_products(self.engine.model, self.rows), device=self.device)
+        return self.tokens / timed(lambda: run_products(self.engine.model, self.rows))
 
 
 def run_products(model: Transformer, rows: list[int]) -> None:

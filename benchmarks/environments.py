@@ -1,13 +1,14 @@
 """Measure what conversations cost while their environments work.
 
-pool: conversations that are away in one pool process, which all wait in their environments, and then take turns: each
-reply is followed by the next step at once. Memory is what the process and its pool hold above the idle ones (idle_mb),
-share of a core that of both together. Floor: as many sleeping tasks of asyncio in a process of their own.
+pool: conversations that are away in one pool process, which all wait in their environments, and then take turns of 10
+s: each reply is followed by the next step at once. Figures are of 30 s each. Memory is what the process and its pool
+hold above the idle ones (idle_mb), share of a core that of both together. Floor: as many sleeping tasks of asyncio in a
+process of their own.
 
-zero_latency, latency, kv: conversations on an engine of a paced card (OLMoE-1B-7B on a 910C die) whose environments
-answer at once, or after ten decode steps. ratio: tokens/s over those of responses of one turn with as many sampled
-tokens, in turns, medians over the rounds. occupancy: share of the slots that decode. restored: share of the context of
-later turns whose KV is not computed again.
+zero_latency, latency, kv: conversations of four turns on an engine that decodes 16 at a time, of a paced card
+(OLMoE-1B-7B on a 910C die, at half its speed), whose environments answer at once, or after ten decode steps. ratio:
+tokens/s over those of responses of one turn with as many sampled tokens, in turns, medians over the rounds. occupancy:
+share of the slots that decode. restored: share of the context of later turns whose KV is not computed again.
 """
 
 import heapq
@@ -22,21 +23,12 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"pool": "benchmarks.environments_pool:away"}
-    | {part: f"benchmarks.environments:{part}" for part in ("zero_latency", "latency", "kv")},
-    [
-        Option("conversations", 1000, smoke=20, help="that are away at once"),
-        Option("latency_s", 10.0, smoke=0.2, help="of an environment's step, where they take turns"),
-        Option("seconds", 30.0, smoke=0.5, help="of each measurement of `pool`"),
-        Option("rounds", 3, smoke=1, help="of the paced parts"),
-        Option("slots", 16, smoke=2, help="sequences that the paced engine decodes at a time"),
-        Option("turns", 4, smoke=2, help="of a conversation"),
-        Option("turn_tokens", 32, smoke=4, help="that a turn samples"),
-        Option("observation_tokens", 16, smoke=4, help="that an environment answers"),
-        Option("speed", 0.5, smoke=4.0, help="modelled seconds a second of the paced engine"),
-    ],
+    [Option("rounds", 3, smoke=1, help="of the paced parts")],
     "pool.waiting_mb <= 200, pool.turning_mb <= 200, pool.waiting_core <= 0.05, zero_latency.ratio >= 0.95, "
     "latency.occupancy >= 0.9, kv.restored >= 0.95",
+    parts={"pool": "benchmarks.environments_pool:away"} | {part: part for part in ("zero_latency", "latency", "kv")},
+    sizes={"conversations": (1000, 20), "latency_s": (10.0, 0.2), "seconds": (30.0, 0.5), "speed": (0.5, 4.0)}
+    | {"slots": (16, 2), "turns": (4, 2), "turn_tokens": (32, 4), "observation_tokens": (16, 4)},
 )
 BENCHMARK.run_as(__name__)
 

@@ -19,13 +19,9 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, resident_b
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "controller": "benchmarks.growth:controller",
-        "queue": "benchmarks.growth:queue",
-        "memory": "benchmarks.growth_run:memory",
-    },
     [Option("steps", 1000, smoke=6, help="of the run whose memory is measured")],
     "controller.*.us_a_group <= 50, memory.*.growth <= 0.02",
+    parts={"controller": "controller", "queue": "queue", "memory": "benchmarks.growth_run:memory"},
     sizes={"groups": ((64, 256, 1024, 4096, 16384), (16, 64)), "min_groups": (8192, 64), "rounds": (3, 1)}
     | {"held": ((10_000, 100_000, 1_000_000), (1_000, 5_000)), "batch": (4096, 512)},
 )

@@ -2,11 +2,12 @@
 
     BENCHMARK = Benchmark(
         __doc__,
-        {"queue": "benchmarks.growth:queue"},               part: a function of the arguments that returns figures
         [Option("rounds", 5, smoke=1, help="…")],
-        "queue.*.bytes_per_sample <= 1000",                 targets of figures by their path; `*` matches
+        "*.bytes_per_sample <= 1000",                       targets of figures by their path; `*` matches
     )
     BENCHMARK.run_as(__name__)                              what takes time is imported behind it: --help needs no torch
+
+    def measure(args: Arguments) -> Figures: …              or several functions, each of which is a part (`parts`)
 
 Figures are dicts of numbers, by name, and of such dicts. ``--smoke`` runs the same parts with the toy sizes of the
 options: it shows that a benchmark works, and measures nothing.
@@ -65,8 +66,8 @@ class Benchmark:
     """A benchmark and its command line.
 
     Attributes:
-        parts: name → `module:function`; a single one has the name "".
         targets: `PATH <= BOUND` or `PATH >= BOUND`, separated by commas; PATH may contain wildcards.
+        parts: name → `module:function`, or a function of the benchmark's own file; a single one has the name "".
         sizes: fields of the arguments that only --smoke changes: name → value, and that with --smoke.
         default: names of the parts that run without --only; (): all.
         extra: what follows the options on the command line, e.g. overrides of a run's config; None: nothing may.
@@ -75,9 +76,9 @@ class Benchmark:
     """
 
     doc: str
-    parts: Mapping[str, str]
     options: Sequence[Option] = ()
     targets: str = ""
+    parts: Mapping[str, str] = field(default_factory=lambda: {"": "measure"})
     default: Sequence[str] = ()
     extra: str | None = None
     must_hold: bool = False
@@ -125,8 +126,9 @@ class Benchmark:
         print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
         figures: Figures = {}
         for name in args.parts:
-            module, _, function = self.parts[name].partition(":")
-            measured = getattr(importlib.import_module(module), function)(args)
+            module, _, function = self.parts[name].rpartition(":")
+            started = f"benchmarks.{Path(sys.argv[0]).stem}"  # not the script itself: processes find functions by name
+            measured = getattr(importlib.import_module(module or started), function)(args)
             figures |= {name: measured} if name else measured
         print("\n".join(rendered(figures)))
         checked = list(compared(figures, self.targets)) if self.must_hold or not args.smoke else []

@@ -32,9 +32,9 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, medians_of
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"requests": "benchmarks.kv_pool:requests", "prompts": "benchmarks.kv_pool:prompts"},
     [Option("tokens", 1024, smoke=64, help="of the prompt")],
     "prompts.hit_over_memcpy <= 1.5",
+    parts={"requests": "requests", "prompts": "prompts"},
     sizes={"repeats": (9, 1), "layers": (8, 1), "prompt_layers": (28, 1)},
 )
 BENCHMARK.run_as(__name__)
@@ -47,7 +47,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xxhash import xxh3_64_intdigest
 
-from benchmarks.models import model_of
+from benchmarks.models import engine_of, model_of
 from benchmarks.runs import temporary_folder
 from distqueue.payload.sweep import memory
 from fusion.inference import EmbeddedEngine, Output, Request, SamplingParams
@@ -60,7 +60,6 @@ from fusion.rollout.kv_pool.remote import KVServer, RemotePools
 from stalesync.cards.servers import RayPeer
 from tests.distqueue.nodes import Nodes
 from tests.helpers import tiny_config
-from tests.rollouts import rollout_config
 
 SHAPE: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, max_position_embeddings=8192)
 SHAPE |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
@@ -162,11 +161,9 @@ def make_engine(
     model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None, **changes: Any
 ) -> EmbeddedEngine:
     limits: dict[str, Any] = dict(max_seqs=4, max_batch_tokens=8192, max_kv_tokens=16384, prefix_cache=False)
-    config = rollout_config(**limits | {"suspended": "recompute" if root is None else "pool"} | changes)
+    limits |= {"suspended": "recompute" if root is None else "pool"} | changes
     store = None if root is None else KVFiles(SPEC, rank, root, peers)
-    made = EmbeddedEngine(model, model.mesh, model.device, config, memory=HostPool(model.device), kv_store=store)
-    made.allocate_kv()
-    return made
+    return engine_of(model, memory=HostPool(model.device), kv_store=store, **limits)
 
 
 def begun(made: EmbeddedEngine, request: Request) -> Output:

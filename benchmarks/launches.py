@@ -24,24 +24,14 @@ LAUNCHES = {
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "logprobs": "benchmarks.launches:logprobs",
-        "decode": "tests.costmodel.launch_counts:decode",
-        "decode_mla": "tests.costmodel.launch_counts:decode_mla",
-        "train": "tests.costmodel.launch_counts:train",
-    },
-    [
-        Option("rows", 16384, smoke=512, help="tokens of the micro-batch"),
-        Option("ids", 151936, smoke=8192, help="ids of the vocabulary, on one card"),
-        Option("channels", 16, help="hidden size"),
-        Option("batch", 64, smoke=4, help="sequences that are decoded"),
-        Option("sequences", 64, smoke=5, help="sequences of a micro-batch"),
-        Option("operations", False, help="print the operations of a layer"),
-    ],
+    [Option("operations", False, help="print the operations of a layer")],
     "logprobs.peak_bytes <= 2e9, decode.[ac]*.host_syncs <= 1, train.[ac]*.host_syncs <= 0, "
     "train.[ac]*.host_syncs_tp2ep2 <= 1, train.[ac]*.host_syncs_tp2ep2_replay <= 0, "
     + ", ".join(f"{path}.{key} <= {most}" for path, by_key in LAUNCHES.items() for key, most in by_key.items()),
-    sizes={"contexts": ([2048, 32768], [300])},
+    parts={"logprobs": "logprobs"}
+    | {part: f"tests.costmodel.launch_counts:{part}" for part in ("decode", "decode_mla", "train")},
+    sizes={"rows": (16384, 512), "ids": (151936, 8192), "channels": (16, 16)}
+    | {"batch": (64, 4), "contexts": ([2048, 32768], [300]), "sequences": (64, 5)},
 )
 BENCHMARK.run_as(__name__)
 

@@ -23,7 +23,6 @@ from benchmarks.harness import ROOT, Arguments, Benchmark, Figures, Option, prog
 
 BENCHMARK = Benchmark(
     __doc__,
-    {part: f"benchmarks.learning:{part}" for part in ("staleness", "deployments", "quickstart")},
     [
         Option("seeds", None, smoke="1", help="number of seeds (default: 10, of `quickstart` 5)"),
         Option("steps", None, smoke="2", help="training steps of a run (default: those of the task)"),
@@ -33,6 +32,7 @@ BENCHMARK = Benchmark(
     ],
     "staleness.?.difference >= -0.03, staleness.?.worst >= -0.15, deployments.?.?.difference >= -0.03, "
     "deployments.?.?.worst >= -0.15",
+    parts={part: part for part in ("staleness", "deployments", "quickstart")},
     default=("staleness",),
     extra="overrides of the runs' config",
     sizes={"bounds": ((0, 1, 2), (0, 1)), "base": ("", "0"), "prompts": (None, 8), "eval_prompts": (512, 64)},

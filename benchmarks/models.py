@@ -72,8 +72,11 @@ def requests_of(prompts: Iterable[Iterable[int]], params: SamplingParams, name: 
     return [Request(f"{name}-{number}", tuple(prompt), params) for number, prompt in enumerate(prompts)]
 
 
-def engine_of(model: Transformer, drafter: Any = None, **config: Any) -> EmbeddedEngine:
+def engine_of(
+    model: Transformer, drafter: Any = None, *, memory: Any = None, kv_store: Any = None, **config: Any
+) -> EmbeddedEngine:
     """Create the model's engine, with its KV cache. ``config``: last parts of keys of `rollout`."""
-    engine = EmbeddedEngine(model, model.mesh, model.device, config=rollout_config(**config), drafter=drafter)
+    own: Any = dict(drafter=drafter, memory=memory, kv_store=kv_store)
+    engine = EmbeddedEngine(model, model.mesh, model.device, rollout_config(**config), **own)
     engine.allocate_kv()
     return engine

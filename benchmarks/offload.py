@@ -1,9 +1,10 @@
 """Measure offloading optimizer states to the host and back, against a plain copy of the same bytes.
 
-floor: one flat tensor of all the bytes, copied to pinned host memory and back into the same device memory: no
-allocation, no pieces, no bookkeeping. offload: `Offloader` frees the states on the card and reallocates them. stream:
-one pass of `StreamedStates` over the same bytes, both directions at once where the link can. Figures are median seconds
-for both directions together; ratio = floor / figure. What a card overlaps with it, `benchmarks/overlap.py` measures.
+The states are 192 MiB, of 16 gradient buckets. floor: one flat tensor of all the bytes, copied to pinned host memory
+and back into the same device memory: no allocation, no pieces, no bookkeeping. offload: `Offloader` frees the states on
+the card and reallocates them. stream: one pass of `StreamedStates` over the same bytes, both directions at once where
+the link can. Figures are median seconds for both directions together; ratio = floor / figure. What a card overlaps with
+it, `benchmarks/overlap.py` measures.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,12 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.offload:measure"},
     [
         Option("device", "auto", smoke="emulated", help="a kind of fusion.npu: auto, npu, cuda, emulated"),
-        Option("mib", 192, smoke=2, help="MiB of optimizer states"),
-        Option("groups", 16, smoke=2, help="gradient buckets to which the states belong"),
         Option("rounds", 15, smoke=1, help="rounds that are measured"),
     ],
     "offload.ratio >= 0.9",
+    sizes={"mib": (192, 2), "groups": (16, 2)},
 )
 BENCHMARK.run_as(__name__)
 

@@ -1,7 +1,7 @@
 """Measure what the overlap of switch, offload and compute hides, on emulated cards whose copies take time.
 
 Two emulated NPUs with `device.streams=timed`: copies to and from the host and collectives last as long as their bytes
-take at configured rates, beside what the card computes; here so that each takes about --seconds. The optimizer's states
+take at configured rates, beside what the card computes; here so that each takes about 0.4 s. The optimizer's states
 leave while the weights switch to the engine's layout by collectives, and return while the card computes matrix
 products, as between the phases of a step. Seconds, alone and together, are the minimum of rounds in which all ran in
 turn. hidden_share: (seconds of both alone - together) / seconds of the shorter one, 1 where it is hidden, 0 where
@@ -14,13 +14,9 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.overlap:measure"},
-    [
-        Option("seconds", 0.4, smoke=0.05, help="of the copies, and of the collectives, alone"),
-        Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("mib", 16, smoke=1, help="MiB of optimizer states on each card"),
-    ],
+    [Option("rounds", 5, smoke=1, help="rounds that are measured")],
     "overlap.hidden_share >= 0.8",
+    sizes={"seconds": (0.4, 0.05), "mib": (16, 1)},
 )
 BENCHMARK.run_as(__name__)
 

@@ -26,8 +26,7 @@ from benchmarks.harness import Arguments, Benchmark, Figures, resident_bytes
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.planning:measure"},
-    [],
+    (),
     "*.planners <= 1, *.cpu_s <= 5, *.peak_mb <= 200, *.part_cpu_s <= 0.5, *.part_mb <= 20, *.over_bound <= 1, "
     "*.busiest <= 1.1, *.missing <= 0",
     sizes={"layers": (61, 4), "ranks": (768, 16), "host": (16, 2)},

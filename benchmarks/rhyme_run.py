@@ -18,11 +18,7 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, in_turns, 
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.rhyme_run:measure"},
-    [
-        Option("rounds", 2, smoke=1, help="runs of each side"),
-        Option("base", "", help="folder of a base model made earlier; default: make one, which takes minutes"),
-    ],
+    [Option("rounds", 2, smoke=1, help="runs of each side")],
     "both.generation_ratio >= 1.8, both.step_ratio >= 1.2, both.step_ratio_over_expected >= 0.95, "
     "both.equal_samples >= 1",
     extra="config overrides of both sides",
@@ -54,7 +50,7 @@ class Run(NamedTuple):
 
 def measure(args: Arguments) -> Figures:
     with temporary_folder() as folder:
-        base = Path(args.base) if args.base else _make_base(folder, args)
+        base = _make_base(folder, args)
         own = f"""model.path={base} run.steps={EPOCHS * args.steps_of_epoch} data.prompts_per_step={args.prompts}
         data.rows={args.prompts * args.steps_of_epoch}""".split()
 

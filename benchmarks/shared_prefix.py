@@ -14,7 +14,6 @@ from benchmarks.harness import Arguments, Benchmark, Figures, Option, ratio_in_t
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.shared_prefix:measure"},
     [Option("rounds", 3, smoke=1, help="rounds that are measured")],
     "n8.ratio >= 3, short.ratio >= 0.95, short.shared_rows_share <= 0",
     sizes={"layers": (4, 2), "hidden": (512, 64), "long": (1024, 256), "answer": (512, 64)},

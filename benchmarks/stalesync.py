@@ -35,7 +35,6 @@ def check(args: Arguments) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.stalesync:measure"},
     [
         Option("calibrate", False, help="recompute the share of generation and save it"),
         Option("lending", False, help="compare a run with one that lends cards"),

@@ -50,7 +50,6 @@ def check(args: Arguments) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.switch:measure"},
     [
         Option("rounds", 7, smoke=1, help="rounds that are measured"),
         Option("pairs", None, smoke="TP2PP2->EP4", help="measure only these, separated by commas; both directions"),

@@ -21,7 +21,6 @@ from benchmarks.harness import ROOT, Arguments, Benchmark, Figures, Option, in_t
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.trl:measure"},
     [
         Option("trl", sys.executable, help="interpreter that has TRL"),
         Option("rounds", 3, smoke=1, help="rounds that are measured"),

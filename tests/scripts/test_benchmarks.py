@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import backends, rollout_virtual
+from benchmarks import backends, rollout
 from benchmarks.drafts_decode import FIRST, MEASURED, SIDES, WORKLOAD, compared
 from benchmarks.growth_run import growth_of_floor, growth_of_memory
 from benchmarks.harness import Benchmark, Option, in_rotation, in_turns, leaves, rendered
@@ -38,9 +38,9 @@ def test_rounds_that_warm_up_are_run_and_left_out():
 
 BENCHMARK = Benchmark(
     "Of nothing.",
-    {"one": f"{__name__}:measure", "two": f"{__name__}:measure"},
     [Option("rounds", 7, smoke=1, help="rounds"), Option("sizes", (8, 9), smoke=(1,)), Option("fast", False, help="x")],
     "*.ratio >= 0.9, two.seconds <= 1",
+    parts={"one": f"{__name__}:measure", "two": f"{__name__}:measure"},
     check=lambda args: "--rounds is of two" if "rounds" in args.given and args.parts == ["one"] else "",
 )
 
@@ -237,10 +237,10 @@ def test_an_engine_that_is_sent_text_decodes_the_rest_of_a_group_in_fewer_passes
 
 
 def test_a_mode_is_compared_by_seed_and_with_what_is_published():
-    found = rollout_virtual.compared([100.0, 200.0], [150.0, 200.0], published=1.0)
+    found = rollout.compared([100.0, 200.0], [150.0, 200.0], published=1.0)
     assert found["ratio"] == 1.25 and found["deviation"] == 0.25 and found["spread"] == pytest.approx(0.5**1.5)
-    assert "deviation" not in rollout_virtual.compared([100.0], [150.0])
-    assert WORKLOADS["rhyme"].ratio.keys() < rollout_virtual.RHYME.keys()
+    assert "deviation" not in rollout.compared([100.0], [150.0])
+    assert WORKLOADS["rhyme"].ratio.keys() < rollout.RHYME.keys()
 
 
 def test_published_workloads_have_the_mean_length_that_is_published():
@@ -248,7 +248,7 @@ def test_published_workloads_have_the_mean_length_that_is_published():
         workload = WORKLOADS[name]
         mean = ForcedLengths(0, workload.median_tokens, workload.max_tokens, (*workload.spread, 0.0)).mean
         assert mean == pytest.approx(workload.mean_tokens, rel=1e-6) and workload.kv_tokens > workload.max_tokens
-        assert workload.ratio.keys() < rollout_virtual.REPLAYED.keys()
+        assert workload.ratio.keys() < rollout.REPLAYED.keys()
         part = workload.fewer(40)
         assert part.requests % part.group_size == 0 and 0 < part.requests <= workload.requests / 40
 
