@@ -104,11 +104,16 @@ def test_a_part_of_a_plan_through_host_memory(case):
         check(case, hosts=False)
 
 
+@pytest.fixture(scope="module")
+def encoded() -> bytes:
+    """The part of rank 1."""
+    return encode(plans_of(both_ways()), 1)
+
+
 @settings(max_examples=50)
-@given(st.data())
-def test_a_part_that_is_damaged_or_another_one_is_refused(data):
-    ends = both_ways()
-    part = encode(plans_of(ends), 1)
+@given(data=st.data())
+def test_a_part_that_is_damaged_or_another_one_is_refused(encoded, data):
+    ends, part = both_ways(), encoded
     at = data.draw(st.integers(0, len(part) - 1))
     damaged = [part[:at], part + b" ", part[:at] + bytes([part[at] ^ data.draw(st.integers(1, 255))]) + part[at + 1 :]]
     others = [(part, ends[::-1], 1), (part, both_ways(BUCKET + 8), 1), (part, ends[:1], 1), (part, ends, 2)]
