@@ -298,6 +298,6 @@ def _check(check: dict[str, float]) -> Text:
     return Text(
         "Check of the figures, none fitted to it (giving HBM back was measured on the same run): DeepSeek-R1 on 128 "
         f"Atlas A3 cards (256 dies), train TP4 EP8 PP8, all-gather and blocking copies: {parts}. "
-        "Seconds of training and generation, which only rank, are calibrated on that run.",
+        "Seconds of training and generation, which only rank, are calibrated on that system.",
         style="dim",
     )

@@ -9,10 +9,11 @@ deployments, not to predict a run.
                 more per layer
     both        take at least as long as the host launches their operations (`launches.py`)
 
-`train_reached` and `layer_s` are calibrated on one published run: DeepSeek-R1 on 128 Atlas A3 cards with TP4 EP8 PP8
-and TP2 EP128 x 2, whose update took 319.3 s and whose rollout 373.65 s (cann-recipes-train). EXPERT_SPREAD is assumed:
-the standard deviation of an expert's load relative to its mean, which matters more the fewer experts a die has. The
-same values are used for every model."""
+`train_reached` is calibrated on one published run (cann-recipes-train): DeepSeek-R1 on 128 Atlas A3 cards with TP4 EP8
+PP8 and TP2 EP128 x 2, whose update took 319.3 s. Its rollout took 373.65 s, of which the model took less than 60 %, and
+hosts the rest: schedulers that agree over TCP before every step, which is not modelled. `layer_s` is calibrated on the
+model's decode step there. EXPERT_SPREAD is assumed: the standard deviation of an expert's load relative to its mean,
+which matters more the fewer experts a die has. The same values are used for every model."""
 
 from math import log, sqrt
 

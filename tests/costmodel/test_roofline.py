@@ -152,7 +152,8 @@ def test_a_dense_model_reads_its_weights_once_a_step():
 
 
 def test_the_published_run_takes_about_as_long_as_it_took():
-    """DeepSeek-R1 on 128 Atlas A3 cards: 319.3 s for the update, 373.65 s for the rollout (cann-recipes-train)."""
+    """DeepSeek-R1 on 128 Atlas A3 cards: 319.3 s for the update; 373.65 s for the rollout, of which the model took less
+    than 60 %, with 76 ms a step of 64 sequences (cann-recipes-train)."""
     name, _, train, infer = PUBLISHED_RUN
     shape, work = load_shape(name, SHAPES).shape, PUBLISHED_WORKLOAD
     trained = Roofline(shape, ASCEND_910C, train)
@@ -162,7 +163,8 @@ def test_the_published_run_takes_about_as_long_as_it_took():
     generating = Roofline(shape, ASCEND_910C, infer)
     sequences = work.samples / (infer.world // infer.tp)
     step_s = generating.engine_step_s(sequences, sequences * (work.prompt + work.response / 2))
-    assert work.longest * step_s == pytest.approx(373.65, rel=0.15)
+    assert work.longest * step_s == pytest.approx(0.6 * 373.65, rel=0.1)
+    assert generating.engine_step_s(64, 64 * 1600) == pytest.approx(76e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("model, layout", [("pangu_718b", Parallel(256, tp=2, ep=128)), ("olmoe_7b", Parallel(1))])
