@@ -60,10 +60,9 @@ def _recommended(
     try:
         with Console(stderr=True).status("simulating the deployments"):
             name = options.get("model", options.get("model.path", ""))
-            found = choice.recommend(setup, config, name, ranking.deployments)
+            found, chosen = choice.recommend(setup, config, name, ranking.deployments)
     except ValueError as error:
         return Text(f"Deployments were not simulated: {error}"), None
-    chosen = choice.choose(found)
     return choice.render(found, chosen), choice.as_dict(found, chosen)
 
 

@@ -1,6 +1,6 @@
 """Choose deployment, split of the cards and staleness bound for a job, by simulating the candidates.
 
-    deployments as ranked by the cost model ─ candidates ─► a split of each for every bound ─ simulate ─► `Option`s
+    deployments as ranked by the cost model ─ candidates ─► splits of each for every bound ─ simulate ─► `Option`s
     Options ─ choose ─► the fastest; of those as fast within `MARGIN`, the one with the smaller bound
 
 `choose` and `candidates` are pure. Invariants (property-tested): no option is faster than the chosen one by more than
@@ -8,11 +8,12 @@
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import layout_text
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.report import table_of
@@ -62,15 +63,16 @@ class Choice:
 
 
 def candidates(deployments: Sequence[DeploymentEstimate], mean_share: float) -> list[tuple[DeploymentEstimate, int]]:
-    """Return a split of each deployment for every bound: synchronous, that of the least seconds of a step; running
-    ahead, where the sides overlap, the one whose longer side is the shortest. ``mean_share``: mean over maximum of the
-    lengths of responses: of generation that runs ahead, only the mean counts."""
+    """Return splits of each deployment for every bound: that of the least seconds of a synchronous step, and running
+    ahead, where the sides overlap, also the one whose longer side is the shortest. ``mean_share``: mean over maximum of
+    the lengths of responses: of generation that runs ahead, the mean counts where engines never lack requests."""
     chosen = []
     for name in dict.fromkeys(plan.deployment for plan in deployments):
         splits = [plan for plan in deployments if plan.deployment == name]
-        chosen.append((min(splits, key=lambda plan: plan.step_s), 0))
+        on_policy = min(splits, key=lambda plan: plan.step_s)
         ahead = min(splits, key=lambda plan: max(plan.generate_s * mean_share, plan.train_s))
-        chosen += [(ahead, bound) for bound in STEPS if bound]
+        chosen.append((on_policy, 0))
+        chosen += [(plan, bound) for bound in STEPS if bound for plan in dict.fromkeys((on_policy, ahead))]
     return chosen
 
 
@@ -102,27 +104,45 @@ def _ratio(one: Option, other: Option) -> str:
     return f"{one.name} is {one.tokens_per_s / other.tokens_per_s:.2f} x as fast as {other.name}"
 
 
-def recommend(setup: Setup, config: Config, name: str, deployments: Sequence[DeploymentEstimate]) -> list[Option]:
-    """Simulate the candidates for a job. ``name``: of the model's shape or folder. Raise ValueError, by key, if the
-    config cannot be simulated."""
+def recommend(
+    setup: Setup, config: Config, name: str, deployments: Sequence[DeploymentEstimate]
+) -> tuple[list[Option], Choice]:
+    """Simulate the candidates for a job, and choose. ``name``: of the model's shape or folder.
+    Raise ValueError, by key: the config cannot be simulated."""
     if setup.workload.samples > MAX_SAMPLES:
         raise ValueError(f"{setup.workload.samples:,} samples a step: at most {MAX_SAMPLES:,} here; use simulate.py")
     config = copy.deepcopy(config)
     config.device, config.run.seed = DeviceConfig("emulated", pace=name, pace_tokens=1), 0
     config.cluster.npus, config.cluster.hardware = setup.dies, setup.hardware.name
     check_minibatches(config)
-    scenario = Scenario(setup.shape, setup.hardware, config)
     if setup.dies <= setup.hardware.topology.ranks_per_node:  # which is divided, as no side has a whole one
         deployments = rank_deployments(setup, multiple=1)
-    options = []
-    for plan, bound in candidates(deployments, setup.workload.response / setup.workload.longest):
+
+    def option(plan: DeploymentEstimate, bound: int, hardware: Hardware) -> Option:
         first = plan.train.world if plan.deployment == "separate" else 0
         sizes = estimate_memory(setup.with_layouts(plan.train, plan.infer, first))
         config.run.steps = STEPS[bound]
         base = Base(plan.train, plan.infer, plan.infer_cards or None, sizes.kv_tokens)
-        outcome = simulate(scenario, base, Case(1, plan.deployment, bound))
-        options.append(Option(plan, bound, outcome.tokens_per_s, outcome.step_s, outcome.lost))
-    return options
+        outcome = simulate(Scenario(setup.shape, hardware, config), base, Case(1, plan.deployment, bound))
+        return Option(plan, bound, outcome.tokens_per_s, outcome.step_s, outcome.lost)
+
+    mean_share = setup.workload.response / setup.workload.longest
+    options = [option(plan, bound, setup.hardware) for plan, bound in candidates(deployments, mean_share)]
+    chosen = choose(options)
+    if chosen.runner_up is not None and setup.hardware.extremes:
+        pair = chosen.best, chosen.runner_up
+        speeds = [[option(one.plan, one.max_staleness, card) for one in pair] for card in setup.hardware.extremes]
+        *reasons, limit = chosen.reasons
+        chosen = replace(chosen, reasons=(*reasons, over_extremes(speeds), limit))
+    return options, chosen
+
+
+def over_extremes(speeds: Sequence[Sequence[Option]]) -> str:
+    """State the best option's speed over the runner-up's, both simulated with the least and with the most overhead of a
+    layer that published steps imply."""
+    least, most = (best.tokens_per_s / other.tokens_per_s for best, other in speeds)
+    depends = ": which is faster depends on it" * (min(least, most) < 1)
+    return f"the ratio is {least:.2f} to {most:.2f} over what published steps imply of a layer's overhead{depends}"
 
 
 def render(options: Sequence[Option], choice: Choice) -> RenderableType:

@@ -13,15 +13,17 @@ Invariant (property-tested): the cards of a run never take less than its bound."
 import sys
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from fusion.costmodel.pace import TrainerCost
-from fusion.costmodel.roofline import attention_pairs
+from fusion.costmodel.roofline import Line, attention_pairs
 from fusion.costmodel.setup import TrainingLimits
 from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.lengths import SimulatedPrompt
 from stalesync.simulator.setup import SimulationSetup
 
+NO_LINE = Line(0.0, 0.0, 0.0, 0.0)
 MANY = 1_000_000
 """Tokens of a step, or micro-batches, in which what does not depend on their number no longer counts."""
 
@@ -94,6 +96,7 @@ class Bound:
         self._pace, scale = cost.pace, cost.pace.token_scale
         self._cards_of_rank = layout.tp * layout.pp
         full = cost.full_batch
+        # So many tokens take longer than their launches, whose line is then missing.
         many, more = cost.roofline.step_lines(MANY), cost.roofline.step_lines(MANY + 1000)
         self._lines = [
             (
@@ -102,7 +105,7 @@ class Bound:
                 scale * max(0.0, above.fixed - below.fixed) / 1000,
                 scale * scale * line.per_attended,
             )
-            for line, below, above in zip(cost.roofline.step_lines(full), many, more, strict=True)
+            for line, below, above in zip_longest(cost.roofline.step_lines(full), many, more, fillvalue=NO_LINE)
         ]
         """Modelled seconds of a rank for a decode, a token of its context, a prefilled token and an attended pair"""
 

@@ -36,6 +36,12 @@ def test_what_is_assumed_says_so():
     assert hardware_named("h100").flops.assumed is False
 
 
+def test_extremes_of_published_steps_are_cards_with_less_and_more_overhead():
+    least, most = ASCEND_910C.extremes
+    assert least.layer_s.value < ASCEND_910C.layer_s.value < most.layer_s.value
+    assert replace(least, layer_s=ASCEND_910C.layer_s) == ASCEND_910C and hardware_named("h100").extremes == ()
+
+
 def test_the_910cs_topology_is_the_published_one_of_the_cloudmatrix384():
     ub = 392e9 / 2
     assert ASCEND_910C.topology == Topology(
@@ -105,6 +111,12 @@ def test_unknown_hardware_is_refused_by_key():
         ("constants.flops.unit", "GB/s", "constants.flops.unit: expected one of TFLOP/s, not 'GB/s'"),
         ("constants.hbm_bytes_per_s.unit", "us", "constants.hbm_bytes_per_s.unit: expected one of GB/s"),
         ("constants.flops.assumed", "maybe", "constants.flops.assumed: expected true or false"),
+        (
+            "constants.layer_s.extremes",
+            [110, 120],
+            "layer_s.extremes: expected [less than 100, more than 100], not [110",
+        ),
+        ("constants.layer_s.extremes", [25], "layer_s.extremes: expected [less than 100, more than 100], not [25]"),
         ("constants.train_reached.value", 1.5, "train_reached.value: expected a share of at most 1, not 1.5"),
         ("constants.flops", 989, "constants.flops: expected a mapping, not 989"),
         ("operators", "auto", "operators: expected one of plain, cpu, ascend, cuda, cuda_fused, not 'auto'"),

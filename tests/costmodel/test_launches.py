@@ -84,10 +84,17 @@ def test_published_rates_are_predicted_under_their_conditions() -> None:
     assert all(one.conditions and one.source.startswith("https://") for one in PUBLISHED)
 
 
-@pytest.mark.parametrize("model", ["qwen3_30b_a3b", "qwen3_235b_a22b"])
-def test_rates_of_both_kinds_are_published_for_the_910c(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "work"),
+    [
+        ("qwen3_30b_a3b", {"decode", "train"}),
+        ("qwen3_235b_a22b", {"decode", "train"}),
+        ("deepseek_r1_671b", {"decode"}),
+    ],
+)
+def test_published_rates_of_the_910c_are_predicted_within_a_factor_of_two(model: str, work: set[str]) -> None:
     shape = load_shape(model, SHAPES).shape
     setup = Setup(shape, hardware_named("ascend_910c"), Parallel(128, ep=128), Parallel(128, ep=128))
     rows = published_rates(setup)
-    assert {one.work for one, _ in rows} == {"decode", "train"}
-    assert all(one.tokens_per_s / 4 < rate.tokens_per_s < one.tokens_per_s * 2 for one, rate in rows)
+    assert {one.work for one, _ in rows} == work
+    assert all(one.tokens_per_s / 2 < rate.tokens_per_s < one.tokens_per_s * 2 for one, rate in rows)

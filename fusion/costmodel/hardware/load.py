@@ -11,12 +11,12 @@ A level of `links` that the machine does not have is left out of its file, and h
 repeats that of the node, so that plans see one class of links where there is one."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -26,11 +26,13 @@ from fusion.npu.config import OPERATORS
 
 @dataclass(frozen=True)
 class Figure:
-    """A constant and its source; ``assumed``: no published value was found, the source explains the assumption."""
+    """A constant and its source; ``assumed``: no published value was found, the source explains the assumption.
+    ``extremes``: the least and the most that published runs imply, where they are far apart."""
 
     value: float
     source: str
     assumed: bool = False
+    extremes: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return f"assumed: {self.source}" if self.assumed else self.source
@@ -78,6 +80,11 @@ class Hardware:
     def link_bytes_per_s(self, level: int) -> float:
         """Return the bandwidth that one die reaches over a link of a level of the topology, one way."""
         return self.topology.bytes_per_s[level] * self.reached[level].value
+
+    @property
+    def extremes(self) -> tuple["Hardware", ...]:
+        """This card with the least, and with the most, of a layer's overhead that published steps imply."""
+        return tuple(replace(self, layer_s=replace(self.layer_s, value=value)) for value in self.layer_s.extremes)
 
     @property
     def usable_bytes(self) -> float:
@@ -242,20 +249,29 @@ class _Section:
         return value
 
     def figure(self, key: str) -> Figure:
-        """Return a constant of ``value``, ``unit``, ``source`` and, if that was not published, ``assumed: true``."""
+        """Return a constant of ``value``, ``unit``, ``source``, if that was not published, ``assumed: true``, and where
+        published runs imply others, ``extremes: [least, most]``."""
         constant = self.section(key)
-        constant.expect("value", "unit", "source", optional=("assumed",))
+        constant.expect("value", "unit", "source", optional=("assumed", "extremes"))
         # The longest suffix, as `hbm_bytes_per_s` also ends in `_s`.
         dimension = max((name for name in UNITS if key.endswith(name)), key=len)
         value, unit, assumed = (constant.values.get(name) for name in ("value", "unit", "assumed"))
-        if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value) or value <= 0:
-            raise constant.error("value", f"expected a finite number > 0, not {value!r}")
         if unit not in UNITS[dimension]:
             raise constant.error("unit", f"expected one of {', '.join(UNITS[dimension])}, not {unit!r}")
+        if not _is_positive(value):
+            raise constant.error("value", f"expected a finite number > 0, not {value!r}")
         if dimension == "reached" and value > 1:
             raise constant.error("value", f"expected a share of at most 1, not {value!r}")
         if assumed not in (None, True, False):
             raise constant.error("assumed", f"expected true or false, not {assumed!r}")
+        ends = constant.values.get("extremes", [])
+        pair = isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends))
+        if ends != [] and not (pair and ends[0] < value < ends[1]):
+            raise constant.error("extremes", f"expected [less than {value}, more than {value}], not {ends!r}")
         # Rounded once: 152 us is the float 152e-6.
-        size = float(Fraction(value) * UNITS[dimension][unit])
-        return Figure(size, constant.text("source"), assumed=bool(assumed))
+        size, *extremes = (float(Fraction(number) * UNITS[dimension][unit]) for number in (value, *ends))
+        return Figure(size, constant.text("source"), assumed=bool(assumed), extremes=tuple(extremes))
+
+
+def _is_positive(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0

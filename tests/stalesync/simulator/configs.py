@@ -60,11 +60,11 @@ class RecordedRun(SimulatedRun):
         super().execute(command)
 
 
-def simulation_of(config, overheads=None, kv_tokens=None, environment=None):
+def simulation_of(config, overheads=None, kv_tokens=None, environment=None, hardware=None):
     cap = config.rollout.max_response_length - (environment.observed if environment else 0)
     forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, cap)
     lengths = DrawnLengths(forced, config.algorithm.group_size, PROMPT_TOKENS)
-    setup = SimulationSetup.of(config, kv_tokens=kv_tokens, environment=environment)
+    setup = SimulationSetup.of(config, kv_tokens=kv_tokens, environment=environment, hardware=hardware)
     setup = replace(setup, overheads=overheads or Overheads())
     return RecordedRun(setup, lengths)
 

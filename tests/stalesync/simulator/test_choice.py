@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fusion.costmodel.search import DeploymentEstimate
 from fusion.model import Parallel
-from stalesync.simulator.choice import MARGIN, Option, candidates, choose
+from stalesync.simulator.choice import MARGIN, Option, candidates, choose, over_extremes
 from stalesync.simulator.outcome import LOSSES
 
 
@@ -60,6 +60,14 @@ def test_reasons_name_the_runner_up_what_running_ahead_brings_and_what_limits():
     assert choice.best.keys == ["fusion.deployment=separate", "fusion.infer_cards=8", "stalesync.max_staleness=1"]
 
 
+def test_a_lead_is_stated_over_what_published_steps_imply():
+    def pair(ratio):
+        return option("hybrid", 1, 100 * ratio), option("separate", 1, 100)
+
+    assert over_extremes([pair(1.2), pair(1.02)]).startswith("the ratio is 1.20 to 1.02 over")
+    assert over_extremes([pair(0.9), pair(1.1)]).endswith("overhead: which is faster depends on it")
+
+
 def test_running_ahead_is_not_recommended_where_it_brings_next_to_nothing():
     choice = choose([option("separate", 1, 104), option("colocated", 0, 100)])
     assert choice.best.max_staleness == 0 and "on-policy costs next to nothing" in " ".join(choice.reasons)
@@ -67,12 +75,12 @@ def test_running_ahead_is_not_recommended_where_it_brings_next_to_nothing():
     assert choose([option("colocated", 0, 1)]).runner_up is None
 
 
-def test_the_split_is_the_shortest_sum_on_policy_and_the_best_balanced_running_ahead():
+def test_splits_are_the_shortest_sum_and_running_ahead_also_the_best_balanced():
     even = plan("separate", 4, 4, generate_s=20.0, train_s=8.0)
     uneven = plan("separate", 2, 6, generate_s=10.0, train_s=16.0)
     alone = plan()
     found = candidates([alone, even, uneven], mean_share=0.25)
-    assert found == [(alone, 0), (alone, 1), (uneven, 0), (even, 1)]
+    assert found == [(alone, 0), (alone, 1), (uneven, 0), (uneven, 1), (even, 1)]
 
 
 @pytest.mark.parametrize(("deployment", "cards"), [("colocated", 0), ("separate", 4), ("hybrid", 2)])

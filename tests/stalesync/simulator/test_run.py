@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.pace import TrainerCost
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import Overheads
-from stalesync.simulator.work import Bound
+from stalesync.simulator.work import MANY, Bound
 from tests.stalesync.simulator.configs import NO_OVERHEADS, PROMPT_TOKENS, config_of, simulation_of
 
 DEPLOYMENTS = st.sampled_from(["colocated", "separate", "hybrid", "full"])
@@ -67,6 +68,19 @@ def test_a_run_is_never_faster_than_its_work_conserving_bound(deployment, bound,
     if bound == 0:
         for step in steps:
             assert limit(step.work).total <= cards * step.seconds * (1 + 1e-9)
+
+
+def test_the_bound_holds_where_few_tokens_take_as_long_as_their_launches_and_many_do_not():
+    config, card = config_of(steps=2), hardware_named("ascend_910c")
+    config.parallel.infer.ep = config.cluster.npus
+    slow_host = replace(card, launch_s=replace(card.launch_s, value=200e-6))
+    run = simulation_of(config, hardware=slow_host)
+    cost = run.setup.engine.cost
+    assert len(cost.roofline.step_lines(cost.full_batch)) > len(cost.roofline.step_lines(MANY))
+    run.run()
+    done = run.totals().done
+    faster = Bound(simulation_of(config).setup)(done).total
+    assert 2 * faster < Bound(run.setup)(done).total <= config.cluster.npus * run.clock.now
 
 
 def test_models_on_cards_of_their_own_score_while_others_generate_and_on_cards_that_train_in_their_time():
