@@ -17,7 +17,7 @@ from tests.stalesync.simulator.configs import config_of
 
 CARD = hardware_named("ascend_910c")
 AS_PACED = replace(CARD, layer_s=replace(CARD.layer_s, value=78e-3 / 61))
-"""The card as it was modelled when the first table was measured"""
+"""The card as it was modelled when the tables were measured"""
 MEASURED = {
     ("separate", 0, 4): 544,
     ("colocated", 0, None): 965,
@@ -83,7 +83,8 @@ def tokens_per_s_of_compare(deployment, bound, generating, steps):
     config = config_of(deployment, bound, prompts=16, group=8, steps=40, speed=80.0, max_response_length=68, max_seqs=8)
     config.fusion.infer_cards, config.device.pace_training = generating, 1.0
     config.algorithm.kl_coef, config.training.share_prefixes = 0.01, "off"
-    run = SimulatedRun(SimulationSetup.of(config), TraceLengths(list(prompts(num_rows=16, epochs=50))))
+    setup = SimulationSetup.of(config, hardware=AS_PACED)
+    run = SimulatedRun(setup, TraceLengths(list(prompts(num_rows=16, epochs=50))))
     run.run()
     measured = run.steps[1 + bound : 1 + bound + steps]
     per_s = sum(step.tokens for step in measured) / sum(step.seconds for step in measured)
