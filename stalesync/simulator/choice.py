@@ -129,20 +129,20 @@ def recommend(
     mean_share = setup.workload.response / setup.workload.longest
     options = [option(plan, bound, setup.hardware) for plan, bound in candidates(deployments, mean_share)]
     chosen = choose(options)
-    if chosen.runner_up is not None and setup.hardware.extremes:
-        pair = chosen.best, chosen.runner_up
-        speeds = [[option(one.plan, one.max_staleness, card) for one in pair] for card in setup.hardware.extremes]
+    least = setup.hardware.with_least_overhead
+    if chosen.runner_up is not None and least is not None:
+        best, other = (option(one.plan, one.max_staleness, least) for one in (chosen.best, chosen.runner_up))
         *reasons, limit = chosen.reasons
-        chosen = replace(chosen, reasons=(*reasons, over_extremes(speeds), limit))
+        chosen = replace(chosen, reasons=(*reasons, with_least_overhead(best, other), limit))
     return options, chosen
 
 
-def over_extremes(speeds: Sequence[Sequence[Option]]) -> str:
-    """State the best option's speed over the runner-up's, both simulated with the least and with the most overhead of a
-    layer that published steps imply."""
-    least, most = (best.tokens_per_s / other.tokens_per_s for best, other in speeds)
-    depends = ": which is faster depends on it" * (min(least, most) < 1)
-    return f"the ratio is {least:.2f} to {most:.2f} over what published steps imply of a layer's overhead{depends}"
+def with_least_overhead(best: Option, other: Option) -> str:
+    """State the best option's speed over the runner-up's, both simulated with the least overhead of a layer that a
+    published run implies."""
+    ratio = best.tokens_per_s / other.tokens_per_s
+    depends = ": which is faster depends on it" * (ratio < 1)
+    return f"that is {ratio:.2f} x with the least overhead of a layer that a published run implies{depends}"
 
 
 def render(options: Sequence[Option], choice: Choice) -> RenderableType:

@@ -36,10 +36,11 @@ def test_what_is_assumed_says_so():
     assert hardware_named("h100").flops.assumed is False
 
 
-def test_extremes_of_published_steps_are_cards_with_less_and_more_overhead():
-    least, most = ASCEND_910C.extremes
-    assert least.layer_s.value < ASCEND_910C.layer_s.value < most.layer_s.value
-    assert replace(least, layer_s=ASCEND_910C.layer_s) == ASCEND_910C and hardware_named("h100").extremes == ()
+def test_a_card_may_state_how_little_overhead_a_published_run_implies():
+    least = ASCEND_910C.with_least_overhead
+    assert least.layer_s.value == ASCEND_910C.layer_s.least < ASCEND_910C.layer_s.value
+    assert replace(least, layer_s=ASCEND_910C.layer_s) == ASCEND_910C
+    assert hardware_named("h100").with_least_overhead is None
 
 
 def test_the_910cs_topology_is_the_published_one_of_the_cloudmatrix384():

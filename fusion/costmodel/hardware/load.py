@@ -27,12 +27,12 @@ from fusion.npu.config import OPERATORS
 @dataclass(frozen=True)
 class Figure:
     """A constant and its source; ``assumed``: no published value was found, the source explains the assumption.
-    ``extremes``: the least and the most that published runs imply, where they are far apart."""
+    ``least``: the lowest value that a published run implies, where it is far lower."""
 
     value: float
     source: str
     assumed: bool = False
-    extremes: tuple[float, ...] = ()
+    least: float | None = None
 
     def __str__(self) -> str:
         return f"assumed: {self.source}" if self.assumed else self.source
@@ -82,9 +82,10 @@ class Hardware:
         return self.topology.bytes_per_s[level] * self.reached[level].value
 
     @property
-    def extremes(self) -> tuple["Hardware", ...]:
-        """This card with the least, and with the most, of a layer's overhead that published steps imply."""
-        return tuple(replace(self, layer_s=replace(self.layer_s, value=value)) for value in self.layer_s.extremes)
+    def with_least_overhead(self) -> "Hardware | None":
+        """This card with the least overhead of a layer that a published run implies; None: none is far below."""
+        least = self.layer_s.least
+        return None if least is None else replace(self, layer_s=replace(self.layer_s, value=least))
 
     @property
     def usable_bytes(self) -> float:
@@ -250,9 +251,9 @@ class _Section:
 
     def figure(self, key: str) -> Figure:
         """Return a constant of ``value``, ``unit``, ``source``, if that was not published, ``assumed: true``, and where
-        published runs imply others, ``extremes: [least, most]``."""
+        a published run implies far less, ``least``."""
         constant = self.section(key)
-        constant.expect("value", "unit", "source", optional=("assumed", "extremes"))
+        constant.expect("value", "unit", "source", optional=("assumed", "least"))
         # The longest suffix, as `hbm_bytes_per_s` also ends in `_s`.
         dimension = max((name for name in UNITS if key.endswith(name)), key=len)
         value, unit, assumed = (constant.values.get(name) for name in ("value", "unit", "assumed"))
@@ -264,13 +265,12 @@ class _Section:
             raise constant.error("value", f"expected a share of at most 1, not {value!r}")
         if assumed not in (None, True, False):
             raise constant.error("assumed", f"expected true or false, not {assumed!r}")
-        ends = constant.values.get("extremes", [])
-        pair = isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends))
-        if ends != [] and not (pair and ends[0] < value < ends[1]):
-            raise constant.error("extremes", f"expected [less than {value}, more than {value}], not {ends!r}")
+        least = constant.values.get("least", value / 2)
+        if not _is_positive(least) or least >= value:
+            raise constant.error("least", f"expected a number > 0 and < {value}, not {least!r}")
         # Rounded once: 152 us is the float 152e-6.
-        size, *extremes = (float(Fraction(number) * UNITS[dimension][unit]) for number in (value, *ends))
-        return Figure(size, constant.text("source"), assumed=bool(assumed), extremes=tuple(extremes))
+        size, smallest = (float(Fraction(number) * UNITS[dimension][unit]) for number in (value, least))
+        return Figure(size, constant.text("source"), bool(assumed), smallest if "least" in constant.values else None)
 
 
 def _is_positive(value: object) -> TypeGuard[float]:
