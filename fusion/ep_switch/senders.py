@@ -220,10 +220,11 @@ class _Delivery:
         deal = self.deals[speed]
         portions = deal.take(ranks, (stop - start) * times)
         for index, (rank, amount) in enumerate(portions, start=1):
-            end = stop
-            if index < len(portions):
-                end = legal_stop(self.fragment, start, min(stop, start + round(amount / times)))
-            if end > start:
+            due = stop if index == len(portions) else min(stop, start + round(amount / times))
+            while start < due:
+                end = stop if due == stop else legal_stop(self.fragment, start, due)
                 deal.charge(ranks, rank, (end - start) * times)
                 yield rank, start, end
                 start = end
+                if due - end < deal.grain:  # not worth a piece of a row
+                    break

@@ -22,6 +22,9 @@ from fusion.model import Parallel, unit_bytes
 from fusion.model.formats import EMBEDDED
 from tests.ep_switch.digests import CONFIG, WORLD4, digest_of_plan
 from tests.ep_switch.oracle import (
+    SIZES,
+    STACKED,
+    VLLM_ASCEND,
     check_contents,
     check_traffic,
     random_switch,
@@ -30,6 +33,7 @@ from tests.ep_switch.oracle import (
     sent_bytes,
     view,
 )
+from tests.helpers import tiny_config
 
 BUSIEST, SLACK = 1.1, 4
 
@@ -86,6 +90,15 @@ def switches_of_stacks(draw: st.DrawFn):
 @given(switches_of_stacks())
 def test_invariants_between_stacks_of_experts(case):
     check(case)
+
+
+@pytest.mark.parametrize("bucket_bytes", [2048, 6144])
+def test_senders_are_balanced_where_eight_rows_are_due_from_three(bucket_bytes):
+    """A share of whole rows would be half of another: rows are cut."""
+    config = tiny_config(False, **SIZES, num_hidden_layers=1, num_key_value_heads=2, tie_word_embeddings=True)
+    source = Layout(config, Parallel(6, tp=2), tuple(range(6)), torch.float32, bucket_bytes, STACKED)
+    target = Layout(config, Parallel(2, tp=2), (0, 1), torch.float32, bucket_bytes, VLLM_ASCEND)
+    check((source, target, bucket_bytes, Topology.single_node(), False))
 
 
 @pytest.mark.extended
