@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class ClusterConfig(Group, path="cluster"):
     """The cards of a run and how Ray reaches them."""
 
-    npus: int = key(1, at_least=1, read_by="plan simulate")
+    npus: int = key(1, at_least=1, at_most=100_000, read_by="plan simulate")
     """Number of cards of the run, including those that only generate or score; one worker per card."""
     address: str | None = key(None, timeless=True)
     """Ray cluster to join ("auto" on a head node); null: start Ray on this machine."""
