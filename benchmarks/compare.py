@@ -31,7 +31,7 @@ BENCHMARK = Benchmark(
         Option("steps", 4, smoke=1, help="measured steps of each run"),
     ],
     "*.pace_overrun <= 0.03",
-    sizes={"cards": (4, 2), "prompts": (16, 2), "speed": (80.0, 3000.0), "bounds": ((0, 1), (0,))}
+    sizes={"cards": (4, 2), "prompts": (16, 2), "speed": (44.0, 3000.0), "bounds": ((0, 1), (0,))}
     | {"deployments": (("separate", "colocated", "full", "hybrid"), ("separate", "full"))}
     | {"rounds": (1, 1), "layers": (8, 1), "live": ((1, 8), (1,)), "new_tokens": (128, 8)},
 )

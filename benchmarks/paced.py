@@ -48,7 +48,7 @@ class Workload:
     cap: int = 68
     sequences: int = 8
     tokens: int = 128
-    speed: float = 96.0
+    speed: float = 52.0
     model: str = "olmoe_7b"
     options: tuple[str, ...] = ("data=addition", "data.max_prompt_length=8")
 

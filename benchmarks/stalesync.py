@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
     "best_ratio_to_bound >= 0.92, stalesync_gain >= 1, calibration_error <= 0.05",
     check=check,
     sizes={"steps": (6, 1), "lending_steps": (14, 1), "cards": (8, 2), "prompts": (64, 2)}
-    | {"speed": (96.0, 3000.0), "bounds": ((0, 1, 2), (0, 1))},
+    | {"speed": (52.0, 3000.0), "bounds": ((0, 1, 2), (0, 1))},
 )
 BENCHMARK.run_as(__name__)
 
