@@ -106,6 +106,8 @@ def test_deployment_split_and_staleness_are_recommended_with_the_runner_up(tmp_p
     (best,) = (one for one in choice["options"] if one["keys"] == choice["best"])
     assert best["tokens_per_s"] >= fastest / 1.05 and choice["runner_up"] not in (None, choice["best"])
     shown = " ".join(capsys.readouterr().out.split())
+    assert any(one.endswith(" the runner-up") or "measure both" in one for one in choice["reasons"])
+    assert any("x with the least overhead of a layer that a published run implies" in one for one in choice["reasons"])
     assert (
         " ".join(["Recommended:", *choice["best"]]) in shown and " ".join(["Runner-up:", *choice["runner_up"]]) in shown
     )
