@@ -37,7 +37,7 @@ BENCHMARK = Benchmark(
 )
 BENCHMARK.run_as(__name__)
 
-from benchmarks.drafts_decode import real
+from benchmarks.drafts import real
 from benchmarks.paced import MAX_OVERRUN, Mode, Workload, run
 from benchmarks.runs import temporary_folder
 from fusion.telemetry.page import read_run, render

@@ -41,14 +41,6 @@ def on_reference(measure: Callable[[], float], rounds: int) -> float:
     return min(measure() / max(1.0, Speed.measure().slowness) for _ in range(rounds))
 
 
-def cpu_s(work: Callable[[], object]) -> float:
-    """Return the CPU seconds of a call."""
-    return timed(work, time.process_time)
-
-
-# ---- controller
-
-
 def controller(args: Arguments) -> Figures:
     cases = {f"staleness {bound}, {groups}": (bound, groups) for bound, groups in product((0, 1), args.groups)}
 
@@ -80,9 +72,6 @@ def controller_us(groups: int, staleness: int, min_groups: int, queue_calls: lis
     return cpu_s / steps / groups * 1e6
 
 
-# ---- queue
-
-
 def queue(args: Arguments) -> Figures:
     cases = {f"{held:,} held": held for held in args.held}
     with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
@@ -108,12 +97,12 @@ def measure_queue(held: int, size: int, rounds: int = 20) -> Figures:
     bytes_held = (resident_bytes() - before) / held
     seconds = dict.fromkeys(("put", "get", "ack"), 0.0)
     for number in range(rounds):
-        seconds["put"] += cpu_s(partial(queue.put, batch(held + number * size, size)))
+        seconds["put"] += timed(partial(queue.put, batch(held + number * size, size)), time.process_time)
         for task in ("reward", "train"):
             get = partial(queue.get, task, ["response"], size, partial=True)
             get_s, taken = timed_result(get, time.process_time)
             seconds["get"] += get_s
-            seconds["ack"] += cpu_s(partial(queue.ack, task, taken.ids))
+            seconds["ack"] += timed(partial(queue.ack, task, taken.ids), time.process_time)
     times = {"put": 1, "get": 2, "ack": 2}
     rates = {f"{name}_samples_per_s": times[name] * rounds * size / total for name, total in seconds.items()}
     return rates | {"bytes_per_sample": bytes_held}

@@ -13,7 +13,7 @@ quickstart: each seed makes its own base model and runs `recipes/quickstart.sh` 
 rewards of the first and last five steps; seconds of making the base model, of the steps, and of the whole command.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ BENCHMARK = Benchmark(
         Option("steps", None, smoke="2", help="training steps of a run (default: those of the task)"),
         Option("jobs", 2, help="runs of `staleness` at a time"),
         Option("fusion", "colocated", help="deployments of `quickstart`, separated by commas"),
-        Option("svg", None, help="write the plot to this file; of `deployments` NAME_hybrid, NAME_separate"),
+        Option("svg", None, help="write the plot to this file (needs matplotlib); of `deployments` NAME_hybrid, …"),
     ],
     "staleness.?.difference >= -0.03, staleness.?.worst >= -0.15, deployments.?.?.difference >= -0.03, "
     "deployments.?.?.worst >= -0.15",
@@ -41,7 +41,7 @@ BENCHMARK.run_as(__name__)
 
 from benchmarks.runs import Row, make_base, temporary_folder, train
 
-WINDOW, COLOURS = 5, ("#333333", "#1f77b4", "#d1622b")
+WINDOW = 5
 OPTIONS = """device=emulated parallel=single data=worked data.max_prompt_length=64 reward=arithmetic
 rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2 training.warmup_steps=6
 training.lr=3e-4 training.betas=[0.9,0.99] training.weight_decay=0 training.load_balancing_coef=0
@@ -84,7 +84,7 @@ def learned(args: Arguments, options: Sequence[str], name: str = "", *, steps: i
         curves = {str(b): {str(s): tasks[b, s].result() for s in seeds} for b in args.bounds}
     if args.svg:
         path = Path(args.svg)
-        path.with_stem("_".join([path.stem, name]).strip("_")).write_text(plot(curves))
+        plot(curves, path.with_stem("_".join([path.stem, name]).strip("_")))
     return judged(curves) | {"curves": curves}
 
 
@@ -115,44 +115,20 @@ def judged(curves: Curves) -> Figures:
     return figures
 
 
-def plot(curves: Curves) -> str:
-    """Draw the mean reward by step with a band of one standard deviation over seeds, as SVG."""
-    width, height, left, right, top, bottom = 640, 360, 52, 624, 28, 316
-    spread = {
-        bound: [(mean(v), pstdev(v)) for v in zip(*(one["rewards"] for one in runs.values()), strict=True)]
-        for bound, runs in curves.items()
-    }
-    edges = [value + sign * sd for values in spread.values() for value, sd in values for sign in (1, -1)]
-    low, high, steps = min(edges), max(edges), len(spread["0"])
+def plot(curves: Curves, path: Path) -> None:
+    """Draw the mean reward by step with a band of one standard deviation over seeds."""
+    from matplotlib import pyplot
 
-    def x(step: int) -> float:
-        return round(left + step / max(1, steps - 1) * (right - left), 1)
-
-    def y(value: float) -> float:
-        return round(bottom - (value - low) / ((high - low) or 1) * (bottom - top), 1)
-
-    def points(values: Iterable[tuple[int, float]]) -> str:
-        return " ".join(f"{x(step)},{y(value)}" for step, value in values)
-
-    def text(x: float, y: float, said: object, colour: str = "black") -> str:
-        return f'<text x="{x}" y="{y}" fill="{colour}">{said}</text>'
-
-    elements = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        f'font-size="12"><rect width="100%" height="100%" fill="white"/>',
-        text(left, 18, f"reward of a step, mean of {len(curves['0'])} seeds and one standard deviation"),
-        text(width // 2, height - 8, "training step"),
-    ]
-    for value in (round(low + (high - low) * tick / 4, 2) for tick in range(5)):
-        elements.append(f'<path d="M{left} {y(value)}H{right}" stroke="#dddddd"/>{text(8, y(value) + 4, value)}')
-    elements += [text(x(step), height - 26, step + 1) for step in range(0, steps, 5)]
-    for (bound, values), colour in zip(spread.items(), COLOURS, strict=False):
-        upper, lower = ([(step, mid + sign * sd) for step, (mid, sd) in enumerate(values)] for sign in (1, -1))
-        line = points((step, mid) for step, (mid, _) in enumerate(values))
-        elements.append(f'<polygon points="{points(upper + lower[::-1])}" fill="{colour}" opacity="0.12"/>')
-        elements.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        elements.append(text(width - 150, bottom - 16 - 18 * int(bound), f"max_staleness={bound}", colour))
-    return "\n".join([*elements, "</svg>"]) + "\n"
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), layout="constrained")
+    for bound, runs in curves.items():
+        by_step = [*zip(*(one["rewards"] for one in runs.values()), strict=True)]
+        middle, spread, steps = [*map(mean, by_step)], [*map(pstdev, by_step)], range(1, len(by_step) + 1)
+        (line,) = axes.plot(steps, middle, label=f"max_staleness={bound}")
+        low, high = ([m + sign * sd for m, sd in zip(middle, spread, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.12)
+    axes.set(xlabel="training step", title=f"reward of a step: mean and deviation of {len(runs)} seeds")
+    axes.legend()
+    figure.savefig(path)
 
 
 def quickstart(args: Arguments) -> Figures:

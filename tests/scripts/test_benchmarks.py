@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import backends, rollout
-from benchmarks.drafts_decode import FIRST, MEASURED, SIDES, WORKLOAD, compared
+from benchmarks.drafts import FIRST, MEASURED, SIDES, WORKLOAD, compared
 from benchmarks.growth_run import growth_of_floor, growth_of_memory
 from benchmarks.harness import Benchmark, Option, in_rotation, in_turns, leaves, rendered
 from benchmarks.harness import compared as checked
