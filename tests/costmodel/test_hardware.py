@@ -114,6 +114,7 @@ def test_unknown_hardware_is_refused_by_key():
         ("constants.flops.assumed", "maybe", "constants.flops.assumed: expected true or false"),
         ("constants.layer_s.least", 100, "constants.layer_s.least: expected a number > 0 and < 100, not 100"),
         ("constants.layer_s.least", "few", "constants.layer_s.least: expected a number > 0 and < 100, not 'few'"),
+        ("constants.flops.least", 1, "card.yaml: constants.flops.least: unknown key"),
         ("constants.train_reached.value", 1.5, "train_reached.value: expected a share of at most 1, not 1.5"),
         ("constants.flops", 989, "constants.flops: expected a mapping, not 989"),
         ("operators", "auto", "operators: expected one of plain, cpu, ascend, cuda, cuda_fused, not 'auto'"),

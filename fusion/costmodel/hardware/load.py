@@ -250,10 +250,10 @@ class _Section:
         return value
 
     def figure(self, key: str) -> Figure:
-        """Return a constant of ``value``, ``unit``, ``source``, if that was not published, ``assumed: true``, and where
-        a published run implies far less, ``least``."""
+        """Return a constant of ``value``, ``unit``, ``source``, if that was not published, ``assumed: true``, and of a
+        layer's overhead, where a published run implies far less, ``least``."""
         constant = self.section(key)
-        constant.expect("value", "unit", "source", optional=("assumed", "least"))
+        constant.expect("value", "unit", "source", optional=("assumed", "least") if key == "layer_s" else ("assumed",))
         # The longest suffix, as `hbm_bytes_per_s` also ends in `_s`.
         dimension = max((name for name in UNITS if key.endswith(name)), key=len)
         value, unit, assumed = (constant.values.get(name) for name in ("value", "unit", "assumed"))
