@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import pickle
+import time
 import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.growth import cpu_s, on_reference
+from benchmarks.growth import on_reference
+from benchmarks.harness import timed
 from distqueue import LocalQueue
 from fusion.inference import Output, Request, SamplingParams
 from fusion.inference.blocks import BlockManager
@@ -26,6 +29,7 @@ from fusion.rollout.drafts.suffix_index import SIBLING, SuffixIndexes
 from fusion.rollout.partial_samples import PartialSamples
 from tests.by_length import ROUNDS, assert_long_samples_cost_no_more
 
+cpu_s = partial(timed, clock=time.process_time)
 VOCABULARY, TURNS, DRAFTS, BLOCK = 30_000, 32, 100, 16
 
 
