@@ -30,7 +30,7 @@ MARGIN = 0.05
 STEPS = {0: 3, 1: 10}
 """Staleness bound of the candidates → simulated steps: running ahead, fewer favour those whose sides take turns"""
 MAX_SAMPLES = 4096
-"""Samples of a step that are simulated at most: about 20 seconds for all candidates"""
+"""Samples of a step that are simulated at most: about half a minute for all candidates"""
 
 
 @dataclass(frozen=True)
