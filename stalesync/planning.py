@@ -15,8 +15,6 @@ from fusion.model import Parallel
 from stalesync.job.config import Config
 from stalesync.job.job_arguments import cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.job.workload import describe, describe_sharing, setup_of
-from stalesync.simulator import choice
-from stalesync.simulator.drafts import PUBLISHED_ACCEPTANCE
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
 DEFAULTS = ("model=bfloat16", "training.recompute=true")
@@ -39,7 +37,10 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     )
     ranking = rank(setup)
     chosen = _chosen(setup, train, infer) if train or infer else ranking.pairs[0]
-    lines += [PUBLISHED_ACCEPTANCE] if config.rollout.drafts.is_on else []
+    if config.rollout.drafts.is_on:
+        from stalesync.simulator.drafts import PUBLISHED_ACCEPTANCE
+
+        lines.append(PUBLISHED_ACCEPTANCE)
     if config.longest_sample > config.training.token_budget:
         budget = f"training.token_budget={config.training.token_budget}"
         lines.append(f"a run refuses {budget}: less than the longest sample, {config.longest_sample} tokens")
@@ -57,6 +58,8 @@ def _recommended(
     """Recommend a deployment, a split and a bound by simulation: as a table, and as plain data."""
     if not ranking.deployments:
         return Text(""), None
+    from stalesync.simulator import choice  # imported only now, so that a refusal takes less than a second
+
     try:
         with Console(stderr=True).status("simulating the deployments"):
             name = options.get("model", options.get("model.path", ""))

@@ -126,8 +126,10 @@ def job_config(
     states otherwise. Raise ValueError for a value that is not accepted, or a changed key that the command neither reads
     nor may ignore."""
     conf = conf.absolute()  # Hydra expects it
-    base = _base(conf, tuple(defaults))
     config = composed(conf, [*defaults, *accepted(arguments.overrides, conf)])
+    for group in ("run", "data", "algorithm", "training", "fusion", "rollout"):
+        getattr(config, group).validate()
+    base = _base(conf, tuple(defaults))
     unread = unread_keys(config, base, command)
     if unread and not arguments.for_job:
         value, only = (as_yaml(value_of(one, unread[0])) for one in (config, base))
@@ -145,8 +147,6 @@ def job_config(
     ):
         text = " ".join(f"{key}={as_yaml(value_of(config, key))}" for key in keys)
         lines += [f"{kind}: {text}"] if keys else []
-    for group in ("run", "data", "algorithm", "training", "fusion", "rollout"):
-        getattr(config, group).validate()
     return config, lines
 
 

@@ -74,16 +74,20 @@ def run(config: Config, export: Path) -> list[float]:
     return rewards
 
 
-def train(config: Config, steps: Iterable[Sequence[Sequences]]) -> Iterator[dict[str, torch.Tensor]]:
-    """Train the minibatches of each step; yield the weights by name, before the first step and after each."""
+def train(config: Config, steps: Iterable[Sequence[Sequence[Sequences]]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Train the minibatches of each step, each in parts, in one of which an update follows; yield the weights by name
+    after each step."""
     trainer, algorithm = _trainer(config), make_algorithm(config.algorithm, config.rollout.max_response_length)
-    yield _weights(trainer)
     for minibatches in steps:
         trainer.allocate_gradients()
-        if config.algorithm.corrects_by == "decoupled":
-            minibatches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in minibatches]
-        for number, batch in enumerate(minibatches):
-            trainer.forward_backward(replace(algorithm.weigh(batch), updated=number > 0), algorithm.loss)
+        if config.algorithm.corrects_by == "decoupled":  # what is accumulated before has no update between
+            minibatches = [
+                [*parts, replace(last, proximal_logprobs=trainer.logprobs(last)[0])] for *parts, last in minibatches
+            ]
+        for number, parts in enumerate(minibatches):
+            for part_number, part in enumerate(parts):
+                batch = replace(algorithm.weigh(part), updated=number > 0)
+                trainer.forward_backward(batch, algorithm.loss, continued=part_number > 0)
             trainer.optimizer_step()
         yield _weights(trainer)
 

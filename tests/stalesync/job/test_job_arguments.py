@@ -34,7 +34,7 @@ CONTEXTS = {
     "fusion.bucket_bytes": MANY,
     "fusion.offload": HYBRID,
     "stalesync.train_tokens": HYBRID,
-    "stalesync.lend": HYBRID,
+    "stalesync.lend": (*HYBRID, "rollout.max_response_length=4096"),
     "rollout.schedule.order": (*HYBRID, "rollout.engine.max_seqs=2"),
     "rollout.engine.max_batch_tokens": ("rollout.engine.max_seqs=16",),
     "rollout.engine.block_size": ("rollout.engine.max_kv_tokens=1200", "rollout.engine.max_seqs=8"),
