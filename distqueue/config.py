@@ -22,8 +22,7 @@ class QueueConfig:
     """Maximum bytes of samples on a node; a put of new samples waits until there is space. null: half of the free
     space where they are stored."""
     spill: str | None = None
-    """With durability=memory, folder on disk for samples that do not fit into a full node's memory; null: puts
-    wait."""
+    """With durability=memory, folder on disk for samples that do not fit into a full node's memory; null: puts wait."""
 
     def validate(self, prefix: str = "queue.") -> None:
         """Checks every value of the group.
@@ -52,8 +51,7 @@ class QueueOptions(QueueConfig):
     """Maximum number of samples in the queue; a put of new samples waits until there is space. None: no limit."""
 
     def validate(self, prefix: str = "") -> None:
-        """Checks every value.
-        Raise ValueError: a value that is not accepted, by key."""
+        """Checks every value. Raise ValueError: a value that is not accepted, by key."""
         super().validate(prefix)
         _expect_count(f"{prefix}max_rows", self.max_rows)
         seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
@@ -66,8 +64,7 @@ class QueueOptions(QueueConfig):
 
 
 def check_absolute(key: str, folder: str) -> None:
-    """Checks that a folder is an absolute path.
-    Raise ValueError: ``folder`` is a relative path."""
+    """Checks that a folder is an absolute path. Raise ValueError: ``folder`` is a relative path."""
     expected = "an absolute path, as the queue's processes have other working folders"
     _expect(Path(folder).is_absolute(), key, folder, expected=expected)
 

@@ -53,8 +53,7 @@ class Tools:
 
 
 def check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Check arguments against the annotations.
-    Raise TypeError: names an argument of another type."""
+    """Check arguments against the annotations. Raise TypeError: names an argument of another type."""
     hints = get_type_hints(function)
     for name, value in arguments.items():
         if not fits(value, schema := type_schema(hints[name])):

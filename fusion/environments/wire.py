@@ -79,8 +79,7 @@ def pack_reply(number: int, reply: Reply) -> bytes:
 
 
 def decode_reply(index: int, payload: bytes) -> Reply | str:
-    """Return a child's reply, or the text of its start.
-    Raise ValueError: the payload is something else."""
+    """Return a child's reply, or the text of its start. Raise ValueError: the payload is something else."""
     if index == START:
         (error,) = decode_list(payload, "start", 1)
         if not isinstance(error, str):

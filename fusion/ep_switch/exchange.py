@@ -37,8 +37,7 @@ class Vote:
 
     @classmethod
     def decode(cls, data: bytes) -> "Vote":
-        """Invert `encode`.
-        Raise ValueError: the data are not those of a vote."""
+        """Invert `encode`. Raise ValueError: the data are not those of a vote."""
         try:
             match json.loads(data):
                 case [int(digest), [*failures]]:

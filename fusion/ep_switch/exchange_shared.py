@@ -52,8 +52,7 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> "Message":
-        """Decode a message of any content.
-        Raise ValueError: it is none that `PeerMessages.send` sends."""
+        """Decode a message of any content. Raise ValueError: it is none that `PeerMessages.send` sends."""
         if len(data) < _HEAD.size:
             raise ValueError(f"a message of {len(data)} bytes: expected at least {_HEAD.size}")
         kind, index, count = _HEAD.unpack_from(data)

@@ -58,8 +58,7 @@ def encode(plans: Sequence[Plan], rank: int) -> bytes:
 
 
 def decode(part: bytes, ends: Sequence[Ends], rank: int) -> list[Plan]:
-    """Invert `encode`.
-    Raise ValueError: these are not the parts of ``rank`` of plans between ``ends``."""
+    """Invert `encode`. Raise ValueError: these are not the parts of ``rank`` of plans between ``ends``."""
     data = part[_HASH_BYTES:]
     if part[:_HASH_BYTES] != _hash(data, ends, rank):
         raise ValueError(f"a part of a plan, {len(part)} bytes: damaged, or not rank {rank}'s between its own layouts")

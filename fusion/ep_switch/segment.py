@@ -52,8 +52,7 @@ class PeerUnits:
     def map(
         self, units: Sequence[Lent], handles: bytes, *, device: Device, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
-        """Map units by their handles.
-        Raise ValueError: the rank has ended, or sent handles of other units."""
+        """Map units by their handles. Raise ValueError: the rank has ended, or sent handles of other units."""
         known = [self.flats[relayed].get(index) for relayed, index in units]
         for (relayed, index), before, mapped in zip(units, known, device.map(handles, known), strict=True):
             if before is None:
@@ -169,8 +168,7 @@ class TransferError(RuntimeError):
 
 
 def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Run]) -> None:
-    """Copy views pairwise, in one call.
-    Raise TransferError: a copy failed (names the run)."""
+    """Copy views pairwise, in one call. Raise TransferError: a copy failed (names the run)."""
     try:
         if len(into) == 1:
             into[0].copy_(out_of[0])

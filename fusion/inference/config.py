@@ -329,8 +329,7 @@ def check_graphs(config: RolloutConfig, kind: str, operators: str) -> None:
 
 
 def check_context(config: RolloutConfig, dcp: int) -> None:
-    """Refuse decode context parallelism where it cannot be honoured.
-    Raise ValueError: names both keys."""
+    """Refuse decode context parallelism where it cannot be honoured. Raise ValueError: names both keys."""
     if dcp > 1 and config.engine.batch_invariant:
         raise ValueError(
             f"parallel.infer.dcp={dcp}: expected 1 with rollout.engine.batch_invariant=true, as partial sums of "

@@ -140,8 +140,7 @@ def _name(request: Request) -> str:
 
 
 def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
-    """Check that a request can finish.
-    Raise ValueError: it cannot; names the numbers and the keys to change."""
+    """Check that a request can finish. Raise ValueError: it cannot; names the numbers and the keys to change."""
     length = len(request.prompt) + request.params.max_tokens
     sizes = f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.params.max_tokens}"
     if length > max_length:
@@ -154,8 +153,7 @@ def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
 
 
 def check_distinct(requests: Sequence[Request]) -> None:
-    """Check that no two requests have the same id.
-    Raise ValueError: names the id."""
+    """Check that no two requests have the same id. Raise ValueError: names the id."""
     known: set[str] = set()
     for request in requests:
         if request.id in known:
@@ -164,8 +162,7 @@ def check_distinct(requests: Sequence[Request]) -> None:
 
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
-    """Return the request ids of a control call.
-    Raise ValueError: not several texts."""
+    """Return the request ids of a control call. Raise ValueError: not several texts."""
     if isinstance(ids, str):
         raise ValueError(f"ids={ids!r}: expected a list of request ids")
     ids = list(ids)
@@ -175,8 +172,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 
 
 def checked_version(version: int) -> int:
-    """Return a policy version.
-    Raise ValueError: not a natural number."""
+    """Return a policy version. Raise ValueError: not a natural number."""
     plain = _whole(version)
     if type(plain) is not int or plain < 0:
         raise ValueError(f"version={version!r:.200}: expected a whole number of at least 0")

@@ -207,8 +207,7 @@ class ModelConfig:
         return config
 
     def _check(self, place: str) -> None:
-        """Check what the fields must satisfy together.
-        Raise ValueError: names the fields."""
+        """Check what the fields must satisfy together. Raise ValueError: names the fields."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{place}: num_attention_heads={self.num_heads} is no multiple of "

@@ -28,8 +28,7 @@ class WeightHolder(Protocol):
     """This rank's local tensors in the order of the forward pass: which box of which global tensor is stored
     where, and which lie apart from the units (`LocalParam.storage`)."""
     weights: Buckets
-    """The storage of every parameter of `table`, most of it in units that can be released and allocated one by
-    one."""
+    """The storage of every parameter of `table`, most of it in units that can be released and allocated one by one."""
     format: Format
     """The name of the format of `table`: `table_of` returns every rank's."""
     bucket_bytes: int

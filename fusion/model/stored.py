@@ -72,8 +72,7 @@ def stored_tensors(folder: Path, key: str = "model.path") -> dict[str, StoredTen
 
 
 def read_header(path: Path, key: str = "model.path") -> dict[str, StoredTensor]:
-    """Read the header of a safetensors file.
-    Raise ValueError: the file does not exist, or is damaged."""
+    """Read the header of a safetensors file. Raise ValueError: the file does not exist, or is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -73,8 +73,7 @@ SWIGLU = SwiGLUNames()
 class LocalNames:
     """Names of local tensors, below the path of their layer where they belong to one. ``gate_up`` and ``down``: below
     their SwiGLU; ``expert``: of an expert by its number in the model (``expert``) or on its rank (``slot``); ``stack``:
-    of the stacks of a rank's experts; ``correction_elsewhere``: of the correction bias of a layer of another
-    stage."""
+    of the stacks of a rank's experts; ``correction_elsewhere``: of the correction bias of a layer of another stage."""
 
     embed: str = "embed"
     head: str = "lm_head"

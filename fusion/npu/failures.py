@@ -186,8 +186,7 @@ def kind_of(error: BaseException) -> FailureKind:
 
 
 def wait_for(work: dist.Work) -> None:
-    """Wait for an asynchronous collective.
-    Raise CollectiveFailed: another rank has ended or left the collective."""
+    """Wait for an asynchronous collective. Raise CollectiveFailed: another rank has ended or left the collective."""
     import torch
 
     try:

@@ -97,8 +97,7 @@ class RewardConfig(Group, path="reward"):
         return replace(self, name=name, path=path, model=None, terms=[])
 
     def term_specs(self) -> list[TermSpec]:
-        """Return the terms, checked.
-        Raise ValueError: an entry of `reward.terms` is not accepted, by key."""
+        """Return the terms, checked. Raise ValueError: an entry of `reward.terms` is not accepted, by key."""
         if not isinstance(self.terms, list):
             raise ValueError(f"reward.terms={self.terms!r}: expected a list")
         places = [f"reward.terms[{index}]" for index in range(len(self.terms))]

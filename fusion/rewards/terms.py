@@ -55,8 +55,7 @@ class TermSpec:
         return spec
 
     def validate(self, key: str, built_in: Collection[str]) -> None:
-        """Check every field.
-        Raise ValueError: a field that is not accepted, by key."""
+        """Check every field. Raise ValueError: a field that is not accepted, by key."""
         check = Checks(key, self)
         check.that("name", isinstance(self.name, str) and bool(NAME.fullmatch(self.name)), "letters, digits, . _ -")
         check.number("weight")

@@ -120,8 +120,7 @@ def _is_called_by_name(signature: inspect.Signature, places: Mapping[str, int]) 
 
 
 def _signature(function: RewardFunction, path: str) -> inspect.Signature:
-    """Return the signature of a function whose arguments can be told.
-    Raise ValueError: it is not such a function."""
+    """Return the signature of a function whose arguments can be told. Raise ValueError: it is not such a function."""
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(is_kind(called) for is_kind in kinds for called in (function, type(function).__call__)):
         raise ValueError(

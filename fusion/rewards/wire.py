@@ -103,8 +103,7 @@ def take_frames(buffer: bytearray, decode: Callable[[int, bytes], T]) -> Iterato
 
 
 def decode_list(payload: bytes, kind: str, length: int) -> list[Any]:
-    """Return the JSON list of a ``kind`` of reply.
-    Raise ValueError: the payload is not a JSON list of that length."""
+    """Return the JSON list of a ``kind`` of reply. Raise ValueError: the payload is not a JSON list of that length."""
     try:
         values = json.loads(payload)
     except RecursionError:
@@ -115,8 +114,7 @@ def decode_list(payload: bytes, kind: str, length: int) -> list[Any]:
 
 
 def decode_reply(index: int, payload: bytes) -> ScoringStarted | Result:
-    """Return what `pack_reply` has encoded.
-    Raise ValueError: the payload is something else."""
+    """Return what `pack_reply` has encoded. Raise ValueError: the payload is something else."""
     kind: type[ScoringStarted] | type[Result] = ScoringStarted if index == START else Result
     reply = kind(*decode_list(payload, kind.__name__, len(kind._fields)))
     if not (_is_started(reply) if isinstance(reply, ScoringStarted) else _is_result(reply)):

@@ -12,8 +12,7 @@ Invariants (property-tested in tests/rollout/test_length_history.py): a row has 
 last step that had one; of more than ``max_rows`` rows those whose group is oldest are dropped; the share of runaways is
 that of all groups, of which one counts half as much after `HALF_LIFE` further ones, and so are both distances of rows
 that had a group before; none of this depends on the order in which the groups of a step end; a restored history is the
-same.
-Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row."""
+same. Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row."""
 
 from array import array
 from collections.abc import Mapping, Sequence

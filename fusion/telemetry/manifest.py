@@ -37,8 +37,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        """Read a file.
-        Raise OSError: it cannot be read, or is a symbolic link."""
+        """Read a file. Raise OSError: it cannot be read, or is a symbolic link."""
         digest, nbytes = xxhash.xxh3_128(), 0
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         # Not larger than the file: each thread that has read keeps as much memory for later.
@@ -105,8 +104,7 @@ def _write(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, 
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return the records of a folder by path.
-    Raise ValueError: the manifest is missing or damaged."""
+    """Return the records of a folder by path. Raise ValueError: the manifest is missing or damaged."""
     return _read(folder)[0]
 
 

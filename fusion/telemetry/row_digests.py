@@ -55,8 +55,7 @@ class Seal:
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[str]]) -> "Seal":
-        """Rebuild a seal.
-        Raise ValueError, TypeError: anything that `to_json` does not return."""
+        """Rebuild a seal. Raise ValueError, TypeError: anything that `to_json` does not return."""
         blocks, before = ([_block(*text.split()) for text in some] for some in value)
         if any(a.end >= b.end or a.rows >= b.rows for a, b in pairwise([Block(0, 0, ""), *blocks])):
             raise ValueError("blocks that do not ascend")

@@ -30,8 +30,7 @@ class Checks:
     values: Any
 
     def that(self, key: str, holds: bool, expected: str) -> None:
-        """Check a condition on a key.
-        Raise ValueError: ``holds`` is false; says what is ``expected`` of the key."""
+        """Check a condition on a key. Raise ValueError: ``holds`` is false; says what is ``expected`` of the key."""
         if not holds:
             raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
@@ -56,14 +55,12 @@ class Checks:
             self.that(key, (value is None and null) or within, _described(kind, **bounds) + ", or null" * null)
 
     def boolean(self, *keys: str) -> None:
-        """Expect true or false.
-        Raise ValueError: names the first key that holds something else."""
+        """Expect true or false. Raise ValueError: names the first key that holds something else."""
         for key in keys:
             self.that(key, isinstance(getattr(self.values, key), bool), "true or false")
 
     def one_of(self, key: str, choices: Collection[str], null: bool = False) -> None:
-        """Expect one of ``choices``, or None where ``null``.
-        Raise ValueError: names the key and the choices."""
+        """Expect one of ``choices``, or None where ``null``. Raise ValueError: names the key and the choices."""
         value = getattr(self.values, key)
         holds = (value is None and null) or value in choices
         self.that(key, holds, f"one of {', '.join([*choices, *(['null'] if null else [])])}")

@@ -157,8 +157,7 @@ class Sequences:
         return packed if routing is None else packed.with_routing(routing)
 
     def with_routing(self, routing: torch.Tensor) -> Sequences:
-        """Return the sequences with ``routing`` [tokens, L, k] of every token except the last of each
-        sequence."""
+        """Return the sequences with ``routing`` [tokens, L, k] of every token except the last of each sequence."""
         routing_NLk = routing.new_zeros(self.rows, *routing.shape[1:])
         return replace(self, routing=_fill(routing_NLk, self.before_last_N, routing))
 

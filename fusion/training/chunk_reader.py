@@ -1,7 +1,6 @@
 """Read a folder that `chunk_files.py` has written through torch.distributed.checkpoint, into tensors of any sharding:
 
-torch.distributed.checkpoint.load(tensors, storage_reader=ChunkReader(FOLDER))
-"""
+torch.distributed.checkpoint.load(tensors, storage_reader=ChunkReader(FOLDER))"""
 
 import os
 from collections.abc import Mapping

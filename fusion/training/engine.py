@@ -217,8 +217,7 @@ class EmbeddedTrainEngine:
         self.optimizer.steps, self.optimizer.skipped_in_a_row = steps, skipped_in_a_row
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what `TrainEngine.weight_views` documents. Those on the host, which never change, are not
-        copied."""
+        """Return what `TrainEngine.weight_views` documents. Those on the host, which never change, are not copied."""
         weights = self.model.weights
         views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
         if self._has_card_values:

@@ -9,8 +9,7 @@ and, where only some ids of a row are kept, to m, s and u of these; and, where t
 logits. Computed in float32 for any dtype of the logits. On a card the time of a tile is that of the bytes that its
 operations read and write: of a logit in bf16, products included, 38 here and 34 in the backward pass without entropy.
 
-Invariants: a pass holds the logits of one tile and two float32 copies of them at most; it never waits for the card.
-"""
+Invariants: a pass holds the logits of one tile and two float32 copies of them at most; it never waits for the card."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

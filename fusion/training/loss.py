@@ -46,8 +46,7 @@ class LossInput:
     updated: bool = False
 
     def needed(self, name: str, by: str) -> torch.Tensor:
-        """Return the column ``name``.
-        Raise ValueError: the batch has no such column; ``by`` names what needs it."""
+        """Return the column ``name``. Raise ValueError: the batch has no such column; ``by`` names what needs it."""
         column = getattr(self, name)
         if column is None:
             raise ValueError(f"{by} needs the column {name}, which the batch lacks")

@@ -4,11 +4,10 @@
     rank 0   [ input_norm | qkv, first  ]
     rank 1                              [ qkv, rest | q_norm | out        ]
 
-Several ranks of a TP group hold the same elements: all of them hold norms and the router, those that share a
-key/value head hold its rows, and adapters are whole where their matrix is cut along its other side; an expert's on the
-ranks that it is split over (expert-TP). Each of them has processed other rows of the batch or other heads, so its
-gradients are partial sums. They are summed in a flat tensor, the wire, that has a place for every such element of any
-rank:
+Several ranks of a TP group hold the same elements: all of them hold norms and the router, those that share a key/value
+head hold its rows, and adapters are whole where their matrix is cut along its other side; an expert's on the ranks that
+it is split over (expert-TP). Each of them has processed other rows of the batch or other heads, so its gradients are
+partial sums. They are summed in a flat tensor, the wire, that has a place for every such element of any rank:
 
     wire     | input_norm | k, v of head 0 | k, v of head 1 | q_norm | …       (of one bucket)
 

@@ -5,8 +5,7 @@
 
 Invariants: a pair cannot run exactly if one of its backends, or this project itself, lacks something; a pair that can
 run is untested exactly if one of its backends is, or if on Ascend no official releases of both share one process; vLLM
-is untested on CUDA cards.
-Embedded with embedded is never untested.
+is untested on CUDA cards. Embedded with embedded is never untested.
 
 Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where nothing is installed yet."""
 

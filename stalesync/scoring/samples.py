@@ -21,9 +21,8 @@ class Sample:
     branches; ``outcome``: assigned once, when it is scored; ``oldest``,
     ``newest``: policy versions of its tokens; ``cut``: whether the limit of tokens ended it; ``others``: the other
     responses of its group, where a reward asks for them; ``observed_tokens``: tokens of the response that the policy
-    has not sampled, of a conversation; ``row_tokens``: of a conversation in several branches,
-    tokens of prompt and response of each; ``prompt_tokens`` are the first one's, ``response_tokens`` all their
-    responses'."""
+    has not sampled, of a conversation; ``row_tokens``: of a conversation in several branches, tokens of prompt and
+    response of each; ``prompt_tokens`` are the first one's, ``response_tokens`` all their responses'."""
 
     id: str
     prompt: Prompt

@@ -363,8 +363,7 @@ class SimulatedEngine:
         self.clock.at(self.clock.now + copy_s, stopped)
 
     def _park(self, seq: SimulatedSequence, *, pools: bool) -> bool:
-        """Park the KV of a sequence that has left on the host, or with ``pools`` in the pool. Return whether it
-        was."""
+        """Park the KV of a sequence that has left on the host, or with ``pools`` in the pool. Return whether it was."""
         if self.spec.keeps_kv and seq.computed:
             self._parked[seq.request.id] = seq.rank, seq.computed
             return True

@@ -47,8 +47,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """Return figures of the run, and what is wrong with it; "" if nothing is.
 
     Invariants: a run is right only if it has all its steps, every loss and gradient norm is finite, some gradient is
-    not zero, and trainer and engine agree about the tokens' log-probabilities.
-    """
+    not zero, and trainer and engine agree about the tokens' log-probabilities."""
     if not rows:
         return {}, "the run wrote no step"
     rows = [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

@@ -96,8 +96,7 @@ class PhaseSwitcher:
         self.phases.arrive(target)
 
     def to_train(self) -> None:
-        """Move the weights back to the trainer.
-        Raise AbortedOnAllRanks: as `to_infer`."""
+        """Move the weights back to the trainer. Raise AbortedOnAllRanks: as `to_infer`."""
         self._part(self.meshes.trainers, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
         self._part(self.meshes.trainers, "kv", self._release_kv)

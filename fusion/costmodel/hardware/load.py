@@ -145,8 +145,7 @@ def hardware_names() -> tuple[str, ...]:
 
 @cache
 def hardware_named(name: str) -> Hardware:
-    """Load the constants of a card by name.
-    Raise ValueError: no card of this name."""
+    """Load the constants of a card by name. Raise ValueError: no card of this name."""
     if name not in hardware_names():
         raise ValueError(f"cluster.hardware={name!r}: expected one of {', '.join(hardware_names())}")
     return load_hardware(FOLDER / f"{name}.yaml")

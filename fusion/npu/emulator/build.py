@@ -56,8 +56,7 @@ def build() -> Path:
 
 
 def load_extension() -> ModuleType:
-    """Build the library if needed and import it.
-    Raise BuildError: the library cannot be built."""
+    """Build the library if needed and import it. Raise BuildError: the library cannot be built."""
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(build()))
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None

@@ -6,8 +6,7 @@
 A call beyond a limit (`limits.py`; float32 above all, which only the norm takes) runs the plain composition, and says
 so once. Attention reads the KV pool by pages of 256 tokens: every head of keys is a sequence of its own, as a head's
 block is one contiguous matrix, so a page is a block of one head. Blocks of latents, whose channels are too many for the
-kernel, are gathered and attended to by `scaled_dot_product_attention`.
-"""
+kernel, are gathered and attended to by `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 

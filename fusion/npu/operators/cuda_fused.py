@@ -4,8 +4,7 @@
     router · experts chosen · counted, sorted · rows · product, SwiGLU, product · summed
 
 Gradients and what is compared with them are computed as the table `cuda` does: only inference mode runs these kernels.
-Attention reads pages of any multiple of 64 tokens, so that it needs no newer PyTorch than the products do.
-"""
+Attention reads pages of any multiple of 64 tokens, so that it needs no newer PyTorch than the products do."""
 
 import torch
 from torch import Tensor

@@ -3,8 +3,7 @@
 Each function launches one kernel. Results are rounded once, from float32. Imported only where Triton is: with
 `TRITON_INTERPRET=1` the kernels run on a host.
 
-Names of dimensions: N rows, D hidden, E experts, k experts of a row, I inner channels.
-"""
+Names of dimensions: N rows, D hidden, E experts, k experts of a row, I inner channels."""
 
 from typing import NamedTuple
 

@@ -79,8 +79,7 @@ class PoolFolder:
         return (self._files / name).exists()
 
     def open(self, name: str) -> FileIO:
-        """Open a file for reading, without a buffer.
-        Raise OSError: among others, there is none, or it is a link."""
+        """Open a file for reading, without a buffer. Raise OSError: among others, there is none, or it is a link."""
         return open_file(self._files / name)
 
     def write(self, name: str, parts: Sequence[memoryview], fresh: bool = False) -> None:
@@ -117,8 +116,7 @@ class PoolFolder:
         (self._files / name).unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
-        """Return a file's content.
-        Raise FileNotFoundError: another rank has taken it."""
+        """Return a file's content. Raise FileNotFoundError: another rank has taken it."""
         return (self._files / name).read_bytes()
 
     def close(self) -> None:

@@ -73,8 +73,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Return the config of a run; an empty one without the file.
-    Raise ValueError: it is not a YAML mapping."""
+    """Return the config of a run; an empty one without the file. Raise ValueError: it is not a YAML mapping."""
     import yaml
 
     if not path.exists():

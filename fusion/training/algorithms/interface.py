@@ -125,8 +125,7 @@ class Algorithm:
         return log_ratio(tokens.logprobs, anchor_n)
 
     def loss(self, tokens: LossInput) -> LossOutput:
-        """Compute the loss and the metrics of each token.
-        Raise ValueError: a required column is missing (named)."""
+        """Compute the loss and the metrics of each token. Raise ValueError: a required column is missing (named)."""
         config = self.config
         advantages = tokens.needed("advantages", f"algorithm.name={self.name}")
         behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.corrects_by}")

@@ -21,8 +21,7 @@ _redirected_to: torch.device | None = None
 
 
 def redirect_to(device: Device) -> None:
-    """Make Megatron-Core compute on ``device``; imports it.
-    Raise ImportError: megatron-core is not installed."""
+    """Make Megatron-Core compute on ``device``; imports it. Raise ImportError: megatron-core is not installed."""
     global _redirected_to
     if importlib.util.find_spec("mindspeed") is not None:
         import mindspeed.megatron_adaptor  # noqa: F401  (patches Megatron: before its first import)
