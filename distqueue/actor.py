@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from distqueue.errors import JournalFull, QueueClosed, StorageFull
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
 from distqueue.messages import File, Put
+from distqueue.request import resolving
 from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment
 
@@ -119,7 +120,8 @@ class QueueActor:
             stored = self.journal.read()
             for line in stored.damage:
                 log.error("%s", line)
-            if stored.missing and _was_restarted():
+            # Restarted by Ray, or begun anew: only in the first case clients go on.
+            if stored.missing and ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed:
                 raise QueueClosed(f"{stored.damage[-1]}; its clients may wait for samples that nobody knows any more")
             if stored.snapshot is not None:
                 has_gaps = bool(stored.missing)
@@ -177,10 +179,9 @@ class QueueActor:
     async def reserve(self, *, message: bytes, node: str, nbytes: int, number: int | None) -> File | PlaceInLine:
         """Reserve a file to write, or return a PlaceInLine: the queue is full. `number`: of the place before."""
         async with self._call():
-            answer, resolve = _new_answer()
-            writer = self.core.ask_room(
-                Put.from_bytes(message), node=node, nbytes=nbytes, now_s=time.time(), answer=resolve, number=number
-            )
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            put, resolve = Put.from_bytes(message), resolving(answer)
+            writer = self.core.ask_room(put, node=node, nbytes=nbytes, now_s=time.time(), answer=resolve, number=number)
             try:
                 if not answer.done() and await self.fleet.spill(node, nbytes):
                     self.core.writers.serve(time.time())
@@ -215,9 +216,9 @@ class QueueActor:
     async def get(self, *, selection: Selection, wait_s: float, turn: PlaceInLine | None) -> bytes | PlaceInLine:
         """Return a Delivery, or a PlaceInLine after `wait_s` (at most TURN_S). `turn`: the one returned before."""
         async with self._call():
-            answer, resolve = _new_answer()
+            answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             place = None if turn is None else (turn.number, turn.since_s)
-            waiter = self.core.ask(selection, now_s=time.time(), answer=resolve, place=place)
+            waiter = self.core.ask(selection, now_s=time.time(), answer=resolving(answer), place=place)
             try:
                 await self._wait(answer, min(wait_s, TURN_S))
                 if not answer.done():
@@ -303,21 +304,3 @@ class QueueActor:
     def _expire(self) -> None:
         self._timer = None
         self._set_timer()
-
-
-def _new_answer() -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
-    """Return (a future, the callback with which the core resolves it)."""
-    future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def resolve(value: Any) -> None:
-        if isinstance(value, Exception):
-            future.set_exception(value)
-        else:
-            future.set_result(value)
-
-    return future, resolve
-
-
-def _was_restarted() -> bool:
-    """Whether Ray has restarted this actor, whose clients go on."""
-    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed

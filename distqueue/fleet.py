@@ -6,7 +6,7 @@ The ledger (`segments.py`) decides which segment lies where and the shards copy 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,15 +31,6 @@ MIN_FREE_BYTES = 1 << 20
 class ShardHandle(NamedTuple):
     node: str
     actor: Any
-
-
-class Copy(NamedTuple):
-    """A segment's file to copy: from `source`, which `shard` sees, to `target`."""
-
-    number: int
-    shard: str
-    source: str
-    target: str
 
 
 class Fleet:
@@ -105,11 +96,7 @@ class Fleet:
         """Copy pinned segments to `target(number)`; returns when they are on disk. RuntimeError: one is lost."""
         places = {number: self._place(number) for number in numbers}
         while places:
-            copies = [
-                Copy(number, shard=shard, source=path, target=target(number))
-                for number, (shard, path) in places.items()
-            ]
-            missing = await self._copy(copies)
+            missing = await self._copy({number: (*place, target(number)) for number, place in places.items()})
             places_now = {number: self._place(number) for number in missing}
             lost = [number for number, place in places_now.items() if place == places[number]]
             if lost:
@@ -119,20 +106,21 @@ class Fleet:
     async def copy_in(self, folder: Path) -> None:
         """Copy all segments of a checkpoint to the shards, each to the emptiest one. ValueError: one is missing."""
         ledger = self.core.ledger
-        copies = []
+        copies = {}
         for segment in ledger.live:
             shard, source = ledger.shard_for(""), str(folder / segment.path)
             assert shard is not None
             ledger.moved(segment.number, shard.name, f"{shard.folder}/{self.epoch}-{segment.number}-restored")
-            copies.append(Copy(segment.number, shard=shard.name, source=source, target=segment.path))
+            copies[segment.number] = shard.name, source, segment.path
         if missing := await self._copy(copies):
             raise ValueError(f"checkpoint={str(folder)!r}: segments {missing[:3]} are missing or have other contents")
 
-    async def _copy(self, copies: Sequence[Copy]) -> list[int]:
-        """Have the shards copy their segments. Returns the numbers of those they did not find."""
+    async def _copy(self, copies: Mapping[int, tuple[str, str, str]]) -> list[int]:
+        """Copy segments: by number, (a shard that sees the source, source, target). Returns the numbers of those that
+        their shard did not find."""
         by_shard: dict[str, list[tuple[int, str, str]]] = {}
-        for copy in copies:
-            by_shard.setdefault(copy.shard, []).append((copy.number, copy.source, copy.target))
+        for number, (shard, source, target) in copies.items():
+            by_shard.setdefault(shard, []).append((number, source, target))
         missing = await asyncio.gather(*(self._copy_at(name, files) for name, files in by_shard.items()))
         return [number for numbers in missing for number in numbers]
 

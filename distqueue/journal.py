@@ -80,6 +80,7 @@ class Journal:
     def __init__(self, folder: str | Path, snapshot: Callable[[], bytes]) -> None:
         """`snapshot` serializes the current state."""
         self.folder, self._snapshot = make_folder(folder), snapshot
+        self.path = self.folder / INDEX
         _refuse_old(self.folder)
         self._lock = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -96,10 +97,6 @@ class Journal:
         self._pending: list[Record] = []
         self._writing: asyncio.Task[None] | None = None
         self._event_bytes = self._snapshot_bytes = 0
-
-    @property
-    def path(self) -> Path:
-        return self.folder / INDEX
 
     def read(self) -> JournalContents:
         """Return what the journal holds. ValueError: its snapshot is damaged."""

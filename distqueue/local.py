@@ -18,7 +18,7 @@ from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns, packed, stretches_of
 from distqueue.payload.segment_file import Stretch
-from distqueue.request import GetRequest, await_first
+from distqueue.request import GetRequest, await_first, resolving
 from distqueue.samples import SampleTable
 from distqueue.segments import Segment, ShardState
 
@@ -64,7 +64,7 @@ class LocalQueue(SampleQueue):
         answer: futures.Future[Located] = futures.Future()
         selection = request.selection()
         with self._lock:
-            waiter = self._core.ask(selection, now_s=time.time(), answer=_resolve(answer, self._locate))
+            waiter = self._core.ask(selection, now_s=time.time(), answer=resolving(answer, self._locate))
             self._follow_up()
         try:
             await_first(answer, left, request.timeout_s)
@@ -125,7 +125,7 @@ class LocalQueue(SampleQueue):
         answer: futures.Future[Segment] = futures.Future()
         with self._lock:
             writer = self._core.ask_room(
-                Put.of(batch, claim), node=HERE, nbytes=batch.nbytes, now_s=time.time(), answer=_resolve(answer)
+                Put.of(batch, claim), node=HERE, nbytes=batch.nbytes, now_s=time.time(), answer=resolving(answer)
             )
             self._follow_up()
         try:
@@ -166,15 +166,3 @@ class LocalQueue(SampleQueue):
     def _gather(self, located: Located) -> PackedBatch:
         delivery, sources = located
         return packed(delivery, gather_columns(delivery.parts, sources, self._buffers))
-
-
-def _resolve(future: futures.Future[Any], then: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], None]:
-    """The callback with which the core answers."""
-
-    def answer(value: Any) -> None:
-        if isinstance(value, Exception):
-            future.set_exception(value)
-        else:
-            future.set_result(then(value))
-
-    return answer

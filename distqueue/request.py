@@ -2,6 +2,8 @@
 
 Every `get` (of `DistQueue` and `LocalQueue`), `stream` and `QueueDataset` take them."""
 
+import asyncio
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,6 +23,20 @@ class GetRequest(Selection):
     def selection(self) -> Selection:
         """Without the timeout, so that readers of the same samples ask for equal selections."""
         return Selection(**{field.name: getattr(self, field.name) for field in fields(Selection)})
+
+
+def resolving(
+    future: asyncio.Future[Any] | Future[Any], then: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any], None]:
+    """Return the callback with which the core answers: it resolves the future, with `then` of a value."""
+
+    def answer(value: Any) -> None:
+        if isinstance(value, Exception):
+            future.set_exception(value)
+        else:
+            future.set_result(then(value))
+
+    return answer
 
 
 def await_first(answer: Future[Any], left: Future[None] | None, timeout_s: float | None = None) -> None:

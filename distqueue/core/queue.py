@@ -254,17 +254,11 @@ class QueueCore:
             self._record("move", {"number": number, "shard": shard, "path": path, "spilled": spilled})
         self.ledger.moved(number, shard, path, spilled=spilled)
 
-    def stats(self, now_s: float) -> dict[str, float]:
-        return report.stats(self, now_s)
-
-    def state(self, now_s: float) -> dict[str, Any]:
-        return report.state(self, now_s)
+    stats, state = report.stats, report.state
 
     # ---- recovery
 
-    def snapshot(self, copied_to: Callable[[int], str] | None = None) -> bytes:
-        """Serialize the durable state: all but leases and reservations. `copied_to`: paths of segments' copies."""
-        return recovery.snapshot(self, copied_to)
+    snapshot = recovery.snapshot
 
     @classmethod
     def recover(

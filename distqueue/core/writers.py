@@ -120,10 +120,8 @@ class Writers:
 
     def revoke(self, shard: str) -> bool:
         """Revoke the oldest grant of a shard. Returns whether there was one."""
-        for number, segment in self.granted.items():
-            if segment.shard == shard:
-                return self.cancel(number)
-        return False
+        oldest = next((number for number, segment in self.granted.items() if segment.shard == shard), None)
+        return oldest is not None and self.cancel(oldest)
 
     def cancel(self, number: int) -> bool:
         """Cancel a reservation or a grant. Returns whether there was one."""

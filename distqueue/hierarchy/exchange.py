@@ -31,9 +31,8 @@ once; from then on the message is as large as needed."""
 
 
 class GroupExchange:
-    """One rank's end of the group's tree. Created once, by all ranks together; arguments as of `GroupReader`.
-    ``union``: the columns that any rank of the group needs.
-    ``sent_bytes``, ``sent_messages``: sent by this rank; messages by destination rank."""
+    """One rank's end of the group's tree. Created once, by all ranks together; arguments and attributes as of
+    `GroupReader`."""
 
     def __init__(self, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None):
         self.rank = 0 if group is None else dist.get_rank(group)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64_intdigest as checksum
 
 from distqueue.layout import ColumnLayout
 
@@ -59,9 +59,4 @@ def sums_of(pieces: Sequence[tuple[np.ndarray, Blocks]]) -> np.ndarray:
 def sum_all(slices: Sequence[memoryview]) -> np.ndarray:
     """Compute the checksum of each slice: (K,) uint64. On one thread: xxhash holds the interpreter's lock, and is as
     fast as one thread reads memory."""
-    return np.array([xxh3_64_intdigest(view) for view in slices], np.uint64)
-
-
-def checksum(data: bytes, seed: int = 0) -> int:
-    """Compute the checksum of a table; `seed` binds it to a number."""
-    return xxh3_64_intdigest(data, seed=seed)
+    return np.array([checksum(view) for view in slices], np.uint64)

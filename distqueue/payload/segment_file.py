@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
 
 from distqueue.durable import sync
 from distqueue.errors import naming_full_storage
 from distqueue.layout import ColumnLayout
 from distqueue.messages import File, SegmentPlace, index_of_lengths, offsets_of, smallest, to_json
 from distqueue.payload.buffers import ALIGN, copy_all
-from distqueue.payload.checksums import Blocks, checksum, sums_of
+from distqueue.payload.checksums import Blocks, sums_of
 
 HEAD = 32
 COVERED = 16

@@ -4,10 +4,11 @@ header begins with its own checksum and has that of each buffer; the receiver ve
 from collections.abc import Mapping
 
 import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
 
 from distqueue.layout import ColumnLayout
 from distqueue.messages import index_of_lengths, offsets_of, pack, smallest, unpack
-from distqueue.payload.checksums import checksum, sum_all
+from distqueue.payload.checksums import sum_all
 from distqueue.payload.segment_file import Stretch
 
 Frames = list[np.ndarray]

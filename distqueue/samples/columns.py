@@ -61,10 +61,10 @@ class Columns:
                 self.tokens[c].values[slots] = 1 if tokens is None else np.asarray(tokens)[positions]
         self.held.values[slots] |= self.mask(columns)
 
-    def lengths(self, slots: np.ndarray, name: str) -> np.ndarray:
-        """(B,): tokens of a column in rows that hold it."""
-        tokens = self.tokens.get(self.names.index(name))
-        return np.ones(len(slots), np.int64) if tokens is None else tokens.values[slots]
+    def lengths(self, slots: np.ndarray, names: Iterable[str]) -> np.ndarray:
+        """(columns, B) int64: tokens of columns in rows that hold them."""
+        fields = [self.tokens.get(self.names.index(name)) for name in names]
+        return np.array([np.ones(len(slots)) if field is None else field.values[slots] for field in fields], np.int64)
 
     def holders(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (column, the rows that hold it) for every ragged column."""

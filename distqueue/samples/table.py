@@ -165,11 +165,11 @@ class SampleTable:
     def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> np.ndarray:
         """(columns, B) int64: tokens of each sample in each column; 1 where the column is dense, text or metadata.
         ValueError, naming sample and column: a sample is not live or lacks a column."""
-        return self._lengths(self.state.holding(ids, columns), columns)
+        return self.state.columns.lengths(self.state.holding(ids, columns), columns)
 
     def row_lengths(self, rows: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         """`lengths` of live rows that hold the columns."""
-        return self._lengths(self.state.pages.find(rows), columns)
+        return self.state.columns.lengths(self.state.pages.find(rows), columns)
 
     def renew(self, task: str, ids: Iterable[str], now_s: float) -> None:
         """Extend the leases of those of `ids` that are leased until now_s + lease_s. ValueError: a sample never put."""
@@ -271,9 +271,6 @@ class SampleTable:
             versions=state.versions.values[slots],
             rows=state.pages.numbers(slots),
         )
-
-    def _lengths(self, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
-        return np.array([self.state.columns.lengths(slots, name) for name in columns], np.int64)
 
     def _leased(self, task: str, ids: Iterable[str]) -> tuple[int, np.ndarray]:
         """(number of the task, slots of those of `ids` that it holds)."""
