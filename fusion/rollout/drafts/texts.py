@@ -130,12 +130,7 @@ class PromptTexts:
 
     def read(self, sequences: Items[Sequence]) -> list[tuple[int, PromptText]]:
         """Read the new tokens of sequences that run; return the number and the prompt of each that is read."""
-        found: list[tuple[int, PromptText]] = []
-        for i, seq in enumerate(sequences):
-            prompt = self._read(seq)
-            if prompt is not None:
-                found.append((i, prompt))
-        return found
+        return [(i, prompt) for i, seq in enumerate(sequences) if (prompt := self._read(seq)) is not None]
 
     def end(self, seq: Sequence) -> None:
         """Read the last tokens of a sequence that leaves the engine, unless it never ran."""

@@ -34,11 +34,6 @@ def folder_of(root: Path, run: str, boot: str) -> Path:
     return root / f"{PREFIX}kv-{run}-{boot[:8]}"
 
 
-def files_of(root: Path, run: str, boot: str) -> Path:
-    """Return the folder below ``root`` with the files that a run has parked on a host."""
-    return folder_of(root, run, boot) / FILES
-
-
 def open_file(path: Path) -> FileIO:
     """Open a file for reading, without a buffer and without following a link, which is an OSError."""
     return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0)

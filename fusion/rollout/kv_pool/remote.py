@@ -22,7 +22,7 @@ import numpy as np
 
 from distqueue.payload.sweep import NodeProcess, memory
 from fusion.inference.pooled import FoundKV, KVKey, KVPeers, KVSource
-from fusion.rollout.kv_pool.folder import files_of, is_private, open_file
+from fusion.rollout.kv_pool.folder import FILES, folder_of, is_private, open_file
 from fusion.rollout.kv_pool.header import FileNames, PooledFile
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.pull import PullPlan
@@ -64,7 +64,7 @@ class KVServer:
     def __init__(self, spec: KVPoolSpec, root: Path | None = None):
         self._boot = NodeProcess.of(os.getpid()).boot
         roots = [root or memory()] + ([] if spec.spill is None else [Path(spec.spill)])
-        self._folders = [files_of(folder, spec.run, self._boot) for folder in roots]
+        self._folders = [folder_of(folder, spec.run, self._boot) / FILES for folder in roots]
 
     def boot(self) -> str:
         """Return the boot of this host, which is part of the names of its files."""

@@ -42,7 +42,8 @@ class HistoryOrder(RankedOrder):
         hedges = self.history.runaway_share >= HEDGE[self._hedges]
         if hedges != self._hedges:
             self._hedges = hedges
-            self._rank_all()
+            for siblings in self._groups.values():
+                self._rank(siblings)
 
     def rank(self, request: Entry, lengths: Lengths) -> Rank:
         if self._hedges:

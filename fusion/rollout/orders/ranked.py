@@ -114,10 +114,6 @@ class RankedOrder(Order):
         if siblings.fresh:
             self._by_rank.push(self.rank(siblings.fresh[0], siblings.lengths), siblings)
 
-    def _rank_all(self) -> None:
-        for siblings in self._groups.values():
-            self._rank(siblings)
-
     def _take_sorted(self, rank: Callable[[Entry, Lengths], Rank]) -> list[Entry]:
         """Take out all requests in the order of another rank."""
         waiting = []
