@@ -117,6 +117,5 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 
 def owners_if_out_of_memory(error: Exception, device: Device | None) -> Mapping[str, int] | None:
     """Return the device's memory by owner if the error is out-of-memory; call it before any memory is released."""
-    if device is None or kind_of(error) is not FailureKind.OUT_OF_MEMORY:
-        return None
-    return device.memory_by_owner()
+    out_of_memory = kind_of(error) is FailureKind.OUT_OF_MEMORY
+    return device.memory_by_owner() if device is not None and out_of_memory else None

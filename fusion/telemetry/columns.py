@@ -98,10 +98,8 @@ def columns_for(row: Row) -> tuple[StepColumn, ...]:
 
 def header_lines(columns: Sequence[StepColumn]) -> list[str]:
     """Return the header as plain aligned text, two lines."""
-    titles = [column.title.split("\n") for column in columns]
-    tops = [title[0] for title in titles]
-    bottoms = [title[1] if len(title) > 1 else "" for title in titles]
-    return [align(tops, columns), align(bottoms, columns)]
+    titles = [[*column.title.split("\n"), ""][:2] for column in columns]
+    return [align(cells, columns) for cells in zip(*titles, strict=True)]
 
 
 def align(cells: Sequence[str], columns: Sequence[StepColumn]) -> str:

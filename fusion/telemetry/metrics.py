@@ -61,12 +61,9 @@ class Metrics:
             raise ValueError(f"metric {name}: count={weight}: expected a weight of at least 0")
         known = self._parts.get(name)
         rule = rule or (known.rule if known else rule_of(name))
-        if rule == "mean":
-            # 0 × NaN is NaN: a rank that had no tokens must not spoil the mean of those that had.
-            part = MetricState(rule, number * weight if weight else 0.0, weight)
-        else:
-            part = MetricState(rule, number, weight)
-        self._fold(name, part, within_rank=True)
+        if rule == "mean":  # 0 × NaN is NaN: a rank that had no tokens must not spoil the mean of those that had
+            number = number * weight if weight else 0.0
+        self._fold(name, MetricState(rule, number, weight), within_rank=True)
 
     def update(self, figures: Mapping[str, SupportsFloat], count: SupportsFloat = 1.0) -> None:
         """Add several values with the same weight, each by the rule of its name."""

@@ -196,8 +196,8 @@ def _write(path: Path, kept: KeptRows) -> Path | None:
     if len(kept.spans) <= 1 and (not kept.spans or kept.spans[0][0] == 0):
         with _opened(path, os.O_RDWR) as file:
             os.ftruncate(file.fileno(), min(end, os.fstat(file.fileno()).st_size))
-        return aside
-    _copy(path, kept.spans, path)
+    else:
+        _copy(path, kept.spans, path)
     return aside
 
 
