@@ -21,12 +21,8 @@ class _Found(NamedTuple):
 def misfits(touched: Mapping[str, Sequence[str]], read: Read) -> list[str]:
     """Return in words what is touched but is not in the sources, or not with these arguments; [] if all is."""
     sources = _Sources(read)
-    problems = []
-    for path, rows in touched.items():
-        for row in rows:
-            if problem := _misfit(sources, path, row):
-                problems.append(f"{path}: {problem}")
-    return problems
+    checked = ((path, _misfit(sources, path, row)) for path, rows in touched.items() for row in rows)
+    return [f"{path}: {problem}" for path, problem in checked if problem]
 
 
 def _misfit(sources: "_Sources", path: str, row: str) -> str | None:

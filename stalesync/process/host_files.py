@@ -73,13 +73,11 @@ def find_differences(folder: str, own: HostReport, reports: Mapping[Host, HostRe
             "journal, export and logs of all cards must be in one place: put run.dir on a file system that all hosts "
             "share, at the same path"
         )
-    for host, report in reports.items():
-        if report.write_error:
-            lines.append(f"run.dir: {host} cannot write to {folder}: {report.write_error}")
-    for name in own.files:
-        for host, report in reports.items():
-            if line := _difference(name, own.files[name], report.files.get(name), host):
-                lines.append(line)
+    errors = {host: report.write_error for host, report in reports.items() if report.write_error}
+    lines += [f"run.dir: {host} cannot write to {folder}: {error}" for host, error in errors.items()]
+    for name, file in own.files.items():
+        differences = (_difference(name, file, report.files.get(name), host) for host, report in reports.items())
+        lines += filter(None, differences)
     return lines
 
 
