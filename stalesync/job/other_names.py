@@ -27,14 +27,18 @@ _NAMES = {
     "training.token_budget": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "": "actor_rollout_ref.actor.ppo_epochs num_iterations",
     "training.lr": "actor_rollout_ref.actor.optim.lr learning_rate",
+    "training.betas": "actor_rollout_ref.actor.optim.betas",
+    "training.schedule": "actor_rollout_ref.actor.optim.lr_scheduler_type lr_scheduler_type",
+    "training.recompute": "actor_rollout_ref.model.enable_gradient_checkpointing gradient_checkpointing",
     "training.lora.rank": "actor_rollout_ref.model.lora_rank",
     "training.lora.alpha": "actor_rollout_ref.model.lora_alpha",
     "training.lora.rank and training.lora.alpha and training.lora.targets": "peft_config",
     "training.warmup_steps": "actor_rollout_ref.actor.optim.lr_warmup_steps",
     "training.weight_decay": "actor_rollout_ref.actor.optim.weight_decay",
-    "training.clip_grad": "actor_rollout_ref.actor.grad_clip",
+    "training.clip_grad": "actor_rollout_ref.actor.grad_clip actor_rollout_ref.actor.optim.clip_grad",
     "algorithm.clip_low": "actor_rollout_ref.actor.clip_ratio_low epsilon",
     "algorithm.clip_high": "actor_rollout_ref.actor.clip_ratio_high epsilon_high",
+    "algorithm.clip_low and algorithm.clip_high": "actor_rollout_ref.actor.clip_ratio",
     "algorithm.kl_coef and algorithm.kl_in=loss": """
         actor_rollout_ref.actor.use_kl_loss actor_rollout_ref.actor.kl_loss_coef""",
     "algorithm.kl_coef and algorithm.kl_in=reward": "algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef",
@@ -42,11 +46,15 @@ _NAMES = {
     "algorithm.normalize_advantages": "algorithm.norm_adv_by_std_in_grpo scale_rewards",
     "algorithm.loss_aggregation": "actor_rollout_ref.actor.loss_agg_mode",
     "parallel.infer.tp": "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "parallel.train.tp and parallel.train.ep and parallel.train.pp and parallel.train.etp": """
-        actor_rollout_ref.actor.megatron.tensor_model_parallel_size""",
+    "parallel.train.tp": "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+    "parallel.train.ep": "actor_rollout_ref.actor.megatron.expert_model_parallel_size",
+    "parallel.train.pp": "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+    "parallel.train.etp": "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size",
     "parallel.train.cp": """
         actor_rollout_ref.actor.ulysses_sequence_parallel_size
         actor_rollout_ref.actor.megatron.context_parallel_size""",
+    "rollout.backend": "actor_rollout_ref.rollout.name",
+    "rollout.max_length": "actor_rollout_ref.rollout.max_model_len",
     "rollout.engine.kv_fraction": "actor_rollout_ref.rollout.gpu_memory_utilization",
     "rollout.engine.max_seqs": "actor_rollout_ref.rollout.max_num_seqs",
     "rollout.engine.max_batch_tokens": "actor_rollout_ref.rollout.max_num_batched_tokens",
@@ -54,7 +62,7 @@ _NAMES = {
         reward.custom_reward_function.path reward.custom_reward_function.name custom_reward_function.path
         reward_funcs""",
     "cluster.npus": "trainer.n_gpus_per_node trainer.nnodes",
-    "run.steps": "trainer.total_training_steps max_steps",
+    "run.steps": "trainer.total_training_steps trainer.total_epochs max_steps num_train_epochs",
     "run.save_every": "trainer.save_freq save_steps",
     "eval.every": "trainer.test_freq eval_steps",
     "run.name": "trainer.experiment_name",
@@ -71,6 +79,13 @@ _NAMES = {
 }
 OTHER_NAMES = {name: here for here, names in _NAMES.items() for name in names.split()}
 """Key by its name in verl or TRL; "": there is no counterpart. The table is that of docs/coming_from.md."""
+
+NOTES = {
+    "algorithm.minibatches": "the number of minibatches, not their size",
+    "cluster.npus": "cards of all nodes together",
+    "run.steps": "steps, not epochs",
+}
+"""How the value of a key differs from that of its counterparts; as in docs/coming_from.md"""
 
 _MOVED = {
     "rollout.sampling": "temperature top_k top_p min_p stop forced_median forced_spread",

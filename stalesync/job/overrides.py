@@ -21,7 +21,7 @@ from typing import Any, Union, get_args, get_origin
 from fusion.telemetry.keys import as_yaml
 from stalesync.job.config import Config
 from stalesync.job.keys import keys_of
-from stalesync.job.other_names import MOVED, NOW, OTHER_NAMES, check_moved, migrate_groups
+from stalesync.job.other_names import MOVED, NOTES, NOW, OTHER_NAMES, check_moved, migrate_groups
 
 HYDRAS_OWN = re.compile(r"^\Z|^['\"\[{]|\$\{|^\w+\(")
 HYDRAS_TEXT = re.compile(r"""^\Z|\$\{|^(['"])(?:(?!\1)[^\\]|\\.)*\1\Z""", re.DOTALL)
@@ -210,9 +210,9 @@ def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
 
 
 def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
-    """Raise ValueError for the first argument that is no override of Hydra, or whose key is unknown, with the most
-    similar known one. ``groups``: names that choose a config file instead of a value (`algorithm=grpo`)."""
-    keys, choices = known_keys(), set(groups)
+    """Raise ValueError for the first argument that is no override of Hydra, else for all keys that are unknown, a line
+    each. ``groups``: names that choose a config file instead of a value (`algorithm=grpo`)."""
+    keys, choices, unknown = known_keys(), set(groups), []
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if argument.startswith("-") and (option := argument.partition("=")[0]) not in HYDRA_OPTIONS:
             key, following = option.lstrip("-").replace("-", "_"), arguments[arguments.index(argument) + 1 :]
@@ -231,24 +231,41 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
         if key in choices or key in keys or key.startswith("hydra"):
             continue
         check_moved([key])
-        if names := names_here(key, keys):
-            raise ValueError(f"unknown key {key!r}; it is {' or '.join(names)} here")
-        if key in OTHER_NAMES:
-            raise ValueError(f"unknown key {key!r}; there is none like it here (docs/coming_from.md)")
-        head, _, last = key.rpartition(".")
-        begun = [known for known in keys if known.startswith(head) and known.rpartition(".")[2].startswith(last)]
-        similar = difflib.get_close_matches(key, begun or [*keys, *choices], n=1, cutoff=0.4)
-        hint = f"; did you mean {similar[0]!r}?" if similar else ""
-        raise ValueError(f"unknown key {key!r}{hint}")
+        unknown.append(f"unknown key {key!r}{_hint(key, keys, choices)}")
+    if unknown:
+        raise ValueError("\n".join(dict.fromkeys(unknown)))
+
+
+def _hint(key: str, keys: Sequence[str], choices: Iterable[str]) -> str:
+    if names := names_here(key, keys):
+        notes = [f" ({NOTES[name]})" for name in names if name in NOTES]
+        return f"; it is {' or '.join(names)} here{''.join(notes)}"
+    if key in OTHER_NAMES:
+        return "; there is none like it here (docs/coming_from.md)"
+    if _is_foreign(key, keys):
+        return "; docs/coming_from.md has what keys of verl and TRL are here"
+    head, _, last = key.rpartition(".")
+    begun = [known for known in keys if known.startswith(head) and known.rpartition(".")[2].startswith(last)]
+    similar = difflib.get_close_matches(key, begun or [*keys, *choices], n=1, cutoff=0.4)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def _is_foreign(key: str, keys: Sequence[str]) -> bool:
+    """Return whether a key is in a group of another framework, where its last part says little."""
+    group, dot, _ = key.partition(".")
+    return bool(dot) and not difflib.get_close_matches(group, {one.partition(".")[0] for one in keys}, n=1, cutoff=0.75)
 
 
 def names_here(key: str, keys: Sequence[str]) -> list[str]:
     """Return what a key of verl, TRL or an earlier version, or the last part of a key, is called here; nothing if that
     is not known."""
     last = key.rpartition(".")[2]
-    for wanted in (key, last):
+    foreign = _is_foreign(key, keys)
+    for wanted in (key,) if foreign else (key, last):
         named = [here for name, here in OTHER_NAMES.items() if name == wanted or name.endswith(f".{wanted}")]
         if named := [*dict.fromkeys(filter(None, named))]:
             return named
+    if foreign:
+        return []
     same = [one for one in (*keys, *MOVED) if one.rpartition(".")[2] == last]
     return [*dict.fromkeys(MOVED.get(one, one) for one in ([key] if key in MOVED else same))]

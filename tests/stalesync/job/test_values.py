@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fusion.resources import SCRIPTS
 from stalesync import planning
 from stalesync.job.job_arguments import job_config, parse
-from stalesync.job.other_names import OTHER_NAMES
+from stalesync.job.other_names import NOTES, OTHER_NAMES
 from stalesync.job.overrides import accepted, check_overrides, composed, known_keys, typed, typed_keys
 from stalesync.simulator import command_line
 
@@ -217,3 +217,28 @@ def test_hints_are_those_of_the_tables_in_the_docs():
     for here in filter(None, OTHER_NAMES.values()):
         for one in here.split(" and "):
             assert one.split("=")[0] in known_keys(), one
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    ["critic.optim.lr", "reward_model.model.path", "actor_rollout_ref.actor.use_dynamic_bsz", "critic.custom.name"],
+)
+def test_a_key_of_another_group_of_verl_is_not_answered_with_one_that_only_ends_alike(foreign):
+    with pytest.raises(ValueError, match=f"^unknown key '{foreign}'; docs/coming_from.md has what") as refused:
+        check_overrides([f"{foreign}=1"])
+    assert "it is" not in str(refused.value) and "did you mean" not in str(refused.value)
+
+
+def test_all_unknown_keys_of_a_command_are_named_at_once_with_what_their_values_mean_here():
+    theirs = ["trainer.nnodes=2", "run.steps=1", "actor_rollout_ref.actor.ppo_mini_batch_size=256", "run.nmae=x"]
+    with pytest.raises(ValueError) as refused:
+        check_overrides(theirs)
+    assert str(refused.value).splitlines() == [
+        "unknown key 'trainer.nnodes'; it is cluster.npus here (cards of all nodes together)",
+        "unknown key 'actor_rollout_ref.actor.ppo_mini_batch_size'; it is algorithm.minibatches here"
+        " (the number of minibatches, not their size)",
+        "unknown key 'run.nmae'; did you mean 'run.name'?",
+    ]
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    for key, note in NOTES.items():
+        assert f"`{key}` | {note} |" in page
