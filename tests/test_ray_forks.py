@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from tests import machine
 from tests.harness.ray_forks import CLIENT
 from tests.machine import wait_for
 from tests.warm import use_ray
@@ -37,6 +38,11 @@ def test_a_worker_has_torch_from_its_first_line_on_and_its_death_is_noticed():
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(process.imported.remote("torch"))
+
+
+def test_a_session_ends_with_its_process_that_has_not_imported_torch():
+    code = "import sys; from tests.warm import launcher; launcher().session(); assert 'torch' not in sys.modules"
+    assert machine.run([sys.executable, "-c", code], 120).stderr == ""
 
 
 def test_a_worker_ends_with_its_actor():

@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -196,8 +197,6 @@ class Session:
 
     def end(self) -> None:
         """Ends it and its Ray; kills both where that takes long."""
-        from tests.stalesync.runs import kill
-
         run = WarmRun(self._launcher, self._forked)
         self._requests.close()
         os.close(self._answers)
@@ -205,6 +204,38 @@ class Session:
             wait_for(lambda: run.poll() is not None, 0 if self.spent else 20)
         except TimeoutError:
             kill(run)
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Process ids below ``pid``, with their command lines."""
+    below: dict[int, str] = {}
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text()
+                parents[int(entry.name)] = int(status.rsplit(")", 1)[1].split()[1])
+            except OSError:
+                continue
+    frontier = [pid]
+    while frontier:
+        frontier = [child for child, parent in parents.items() if parent in frontier and child not in below]
+        for child in frontier:
+            try:
+                below[child] = (Path("/proc") / str(child) / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+    return below
+
+
+def kill(run: WarmRun) -> None:
+    """All of a run at once, as a power cut would."""
+    for pid in (run.pid, *descendants(run.pid)):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    run.communicate()
 
 
 def launcher() -> Launcher:

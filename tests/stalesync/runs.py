@@ -1,15 +1,13 @@
 """Runs as a user starts them, for the tests of this folder."""
 
 import json
-import os
-import signal
 import time
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from tests import machine
-from tests.warm import launcher
+from tests.warm import descendants, kill, launcher  # noqa: F401
 
 SMALL = [
     "device=emulated",
@@ -60,27 +58,6 @@ def weights_of(folder):
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def descendants(pid):
-    """Process ids below ``pid``, with their command lines."""
-    below, parents = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                status = (entry / "stat").read_text()
-                parents[int(entry.name)] = int(status.rsplit(")", 1)[1].split()[1])
-            except OSError:
-                continue
-    frontier = [pid]
-    while frontier:
-        frontier = [child for child, parent in parents.items() if parent in frontier and child not in below]
-        for child in frontier:
-            try:
-                below[child] = (Path("/proc") / str(child) / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-    return below
-
-
 def wait_until(run, seconds, reached):
     """What ``reached`` returns once it is true."""
 
@@ -104,13 +81,3 @@ def assert_gone(pids, within_s=10):
     while (left := [pid for pid in pids if alive(pid)]) and not deadline.expired():
         time.sleep(0.1)
     assert not left, f"these processes of ours have not ended in {deadline}"
-
-
-def kill(run):
-    """All of a run at once, as a power cut would."""
-    for pid in (run.pid, *descendants(run.pid)):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    run.communicate()
