@@ -114,7 +114,8 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
 
 
 def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
-    """Simulate one run; raise ValueError, by key, if the layouts do not fit the cards, or the order not the bound."""
+    """Simulate one run; raise ValueError, by key, if the layouts do not fit the cards, or the order not the bound, and
+    RuntimeError for an error of the simulator's own."""
     config = config_of(scenario, base, case)
     check_order(config)
     setup = SimulationSetup.of(
@@ -126,8 +127,11 @@ def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
         drafts=scenario.drafts,
     )
     run = SimulatedRun(setup, lengths_of(scenario))
-    run.run()
-    return outcome_of(run)
+    try:
+        run.run()
+        return outcome_of(run)
+    except ValueError as error:  # which the caller would take for a wrong key
+        raise RuntimeError("the simulator failed") from error
 
 
 def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
