@@ -36,6 +36,8 @@ class QueueConfig:
                 memory, f"{prefix}spill", self.spill, expected="null, as the samples of a journal are on disk already"
             )
             check_absolute(f"{prefix}spill", self.spill)
+            folder = Path(self.spill).is_dir() or not Path(self.spill).exists()
+            _expect(folder, f"{prefix}spill", self.spill, expected="a folder, which may not exist yet")
 
 
 @dataclass

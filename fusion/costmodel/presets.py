@@ -11,6 +11,7 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.switch_time import published
 from fusion.model import ModelConfig, Parallel
+from fusion.telemetry.keys import as_yaml
 
 PUBLISHED_RUN = ("deepseek_r1_671b", "ascend_910c", Parallel(256, tp=4, ep=32, pp=8), Parallel(256, tp=2, ep=128))
 """Model, hardware and layouts of the run the figures are checked on. Its EP8 spans TP4 (`moe_tp_extend_ep`): EP32
@@ -54,7 +55,7 @@ def load_cluster(name: str | None, hardware: str | None, npus: str | None, folde
     else:
         missing = "a cluster preset" if hardware else "one that names its hardware"
         raise ValueError(
-            f"cluster={name!r}: expected {missing}: {', '.join(known)}; or cluster.hardware= and cluster.npus="
+            f"cluster={as_yaml(name)}: expected {missing}: {', '.join(known)}; or cluster.hardware= and cluster.npus="
         )
     dies = preset["npus"] if npus is None else int(npus) if npus.isdigit() else 0
     if dies < 1:

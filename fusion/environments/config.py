@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fusion.rewards.config import MIN_MEMORY_MIB, split_path
-from fusion.telemetry.keys import Unsupported, key
+from fusion.rewards.config import MAX_MEMORY_MIB, MIN_MEMORY_MIB, split_path
+from fusion.telemetry.keys import MAX_TIMEOUT_S, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 BUILT_IN = {
@@ -41,10 +41,10 @@ class EnvironmentConfig(Group, path="environment"):
     reward: str = key("last", one_of=("last", "sum"), only=TURNS)
     """Reward of a conversation with `reward.name=environment`: the `last` that the environment gave, or their `sum`."""
 
-    step_timeout_s: float = key(60.0, above=0, only=TURNS)
+    step_timeout_s: float = key(60.0, above=0, at_most=MAX_TIMEOUT_S, only=TURNS)
     """Timeout of one step of the environment, and of its reset, in seconds of wall time."""
 
-    episode_timeout_s: float = key(600.0, above=0, only=TURNS)
+    episode_timeout_s: float = key(600.0, above=0, at_most=MAX_TIMEOUT_S, only=TURNS)
     """Maximum seconds that an environment may spend on all steps of a conversation; the model's own time does not
     count."""
 
@@ -52,10 +52,10 @@ class EnvironmentConfig(Group, path="environment"):
     """Number of times that a conversation whose environment failed is continued in a fresh one; the next failure ends
     its group as `failed:env_<kind>`."""
 
-    workers: int = key(1, at_least=1, only=TURNS)
+    workers: int = key(1, at_least=1, at_most=4096, only=TURNS)
     """Number of processes with environments; each runs hundreds of conversations at once."""
 
-    memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB, only=TURNS)
+    memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB, at_most=MAX_MEMORY_MIB, only=TURNS)
     """Maximum private memory in MiB of a process with environments, and of each process that it starts. null: no
     limit."""
 

@@ -62,17 +62,17 @@ class Parallel:
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis}={getattr(self, axis)}: expected at least 1")
         if self.world % self.pp:
-            raise ValueError(f"pp={self.pp} does not divide the {self.world} ranks of the layout")
-        of = "" if self.pp == 1 else f" of a stage (pp={self.pp})"
+            raise ValueError(
+                f"pp={self.pp} does not divide the {self.world} ranks of the layout: {_one_of(self.world)}"
+            )
+        ranks = f"{self.stage_world} ranks of " + ("the layout" if self.pp == 1 else f"a stage (pp={self.pp})")
         for axis, size in (("tp", self.tp), ("ep", self.ep), ("etp", self.etp), ("ep x etp", self.ep * self.etp)):
             if self.stage_world % size:
-                raise ValueError(f"{axis}={size} does not divide the {self.stage_world} ranks{of or ' of the layout'}")
+                raise ValueError(f"{axis}={size} does not divide the {ranks}: {_one_of(self.stage_world)}")
         if self.dp % self.cp:
-            raise ValueError(
-                f"cp={self.cp} does not divide the {self.dp} data-parallel ranks: expected one of {_divisors(self.dp)}"
-            )
+            raise ValueError(f"cp={self.cp} does not divide the {self.dp} data-parallel ranks: {_one_of(self.dp)}")
         if self.tp % self.dcp:
-            raise ValueError(f"dcp={self.dcp} does not divide tp={self.tp}: expected one of {_divisors(self.tp)}")
+            raise ValueError(f"dcp={self.dcp} does not divide tp={self.tp}: {_one_of(self.tp)}")
 
     @property
     def stage_world(self) -> int:
@@ -180,12 +180,12 @@ class Parallel:
         ]
         for name, size in divisible_sizes:
             if size % self.tp:
-                return f"tp={self.tp} does not divide the model's {name}={size}"
+                fitting = _one_of(self.stage_world, *(size for _, size in divisible_sizes))
+                return f"tp={self.tp} does not divide the model's {name}={size}: {fitting}"
         if config.num_heads // self.tp % self.cp:
-            accepted = _divisors(gcd(self.dp, config.num_heads // self.tp))
             return (
                 f"cp={self.cp} x tp={self.tp} does not divide the model's num_attention_heads={config.num_heads}: "
-                f"expected cp to be one of {accepted}"
+                f"{_one_of(self.dp, config.num_heads // self.tp)} for cp"
             )
         if config.num_kv_heads % self.tp and self.tp % config.num_kv_heads:
             return (
@@ -195,15 +195,17 @@ class Parallel:
         if (copies := config.attention.kv_copies(self.tp)) % self.dcp:
             return (
                 f"dcp={self.dcp}: with tp={self.tp} the same keys and values are on {copies} of the ranks, which alone "
-                f"can share them: expected one of {_divisors(copies)}"
+                f"can share them: {_one_of(copies)}"
             )
         for axis in ("ep", "etp"):
             if config.num_experts == 0 and getattr(self, axis) > 1:
                 return f"{axis}={getattr(self, axis)} needs experts, but the model is dense; set it to 1"
         if config.num_experts % self.ep:
-            return f"ep={self.ep} does not divide the model's num_experts={config.num_experts}"
-        if config.num_experts and config.moe_intermediate_size % self.etp:
-            return f"etp={self.etp} does not divide the model's moe_intermediate_size={config.moe_intermediate_size}"
+            fitting = _one_of(self.stage_world // self.etp, config.num_experts)
+            return f"ep={self.ep} does not divide the model's num_experts={config.num_experts}: {fitting}"
+        if config.num_experts and (width := config.moe_intermediate_size) % self.etp:
+            fitting = _one_of(self.stage_world // self.ep, width)
+            return f"etp={self.etp} does not divide the model's moe_intermediate_size={width}: {fitting}"
         if config.num_layers < self.pp:
             return f"pp={self.pp} exceeds the model's num_hidden_layers={config.num_layers}"
         return None
@@ -214,5 +216,7 @@ class Parallel:
         return f"TP{self.tp}EP{self.ep}{optional}DP{self.dp}"
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def _one_of(*numbers: int) -> str:
+    """Say what is expected of a number that has to divide all these."""
+    common = gcd(*numbers)
+    return f"expected one of {', '.join(str(n) for n in range(1, common + 1) if common % n == 0)}"

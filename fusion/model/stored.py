@@ -22,13 +22,13 @@ class StoredTensor:
 def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint folder.
     Raise ValueError: the file does not exist, or holds something else (named, with the config key)."""
-    if not path.is_file():
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
             f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder. A model of the hub is "
             "fetched by HF_HUB_OFFLINE=0 hf download NAME --local-dir FOLDER"
-        )
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{key}: {path} cannot be read as JSON: {error}") from None
     if not isinstance(content, dict):

@@ -38,7 +38,7 @@ class DeviceConfig(Group, path="device"):
     kind: str = key("auto", one_of=KINDS, timeless=True)
     """`npu` (Ascend, through torch_npu), `cuda`, `emulated` (an NPU on the CPU), or `auto`: the first of these that is
     present."""
-    capacity_bytes: int | None = key(None, at_least=1)
+    capacity_bytes: int | None = key(None, at_least=1, at_most=1 << 50)
     """HBM of one card in bytes. Emulated: its size; null: 2 GiB. Real: a limit for each process; null: the whole
     card."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.rewards.terms import TermSpec
-from fusion.telemetry.keys import SET, key
+from fusion.telemetry.keys import MAX_TIMEOUT_S, SET, as_yaml, key
 from fusion.telemetry.validation import Checks, Group
 
 BUILT_IN = {
@@ -18,6 +18,8 @@ PACED_RULE = {"device.pace": SET, "model": (None,), "name": (*BUILT_IN, "custom"
 """Where a rule or function scores beside paced cards"""
 MIN_MEMORY_MIB = 128
 """An interpreter with the packages of a simple reward needs about as much."""
+MAX_MEMORY_MIB = 1 << 30
+"""More than any host has; the kernel counts bytes in 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,18 @@ class RewardConfig(Group, path="reward"):
     """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE counterpart). Its score of
     prompt and response replaces the rule; `fusion` configures the cards that it runs on."""
 
-    time_limit_s: float = key(5.0, above=0)
+    time_limit_s: float = key(5.0, above=0, at_most=MAX_TIMEOUT_S)
     """Timeout of one sample, or of one call for a batch, in seconds of wall time; its process is then replaced and the
     sample counts as failed."""
 
-    workers: int = key(2, at_least=1, read_by="simulate")
+    workers: int = key(2, at_least=1, at_most=4096, read_by="simulate")
     """Number of processes that score samples in parallel."""
 
     latency_s: float = key(0.0, at_least=0, only=PACED_RULE, timeless=False, read_by="simulate")
     """Modelled seconds that a process takes at least to score a sample, beside paced cards and in a simulation. Terms,
     and rewards of `eval.files`, take the time that they need."""
 
-    memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB)
+    memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB, at_most=MAX_MEMORY_MIB)
     """Maximum private memory in MiB of a process that scores, and of each process that it starts; a sample that exceeds
     it counts as failed. null: no limit."""
 
@@ -127,7 +129,7 @@ def split_path(path: str | None, key: str = "reward", defines: str = "function")
     ``defines``: what the name is of, in messages.
     Raise ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist."""
     if not path:
-        raise ValueError(f"{key}.path=None: expected file.py:{defines}, as {key}.name='custom'")
+        raise ValueError(f"{key}.path={as_yaml(path)}: expected file.py:{defines}, as {key}.name='custom'")
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"{key}.path={path!r}: expected file.py:{defines}")

@@ -19,6 +19,8 @@ SET: Literal["set"] = "set"
 """Of a condition: any value but null"""
 POSITIVE: Literal["above 0"] = "above 0"
 """Of a condition: a number above 0"""
+MAX_TIMEOUT_S = 1e6
+"""Upper bound of timeouts in seconds, twelve days: poll(2) counts 2^31 milliseconds"""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, get_args, get_type_hints
 
-from fusion.telemetry.keys import BOUNDS, unused, use_of
+from fusion.telemetry.keys import BOUNDS, as_yaml, unused, use_of
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,9 @@ def fields_of(entry: Any, known: Sequence[str], key: str) -> Mapping[str, Any]:
     first = known[0]
     found = {first: entry} if isinstance(entry, str) else entry
     if not isinstance(found, Mapping) or not isinstance(found.get(first), str):
-        raise ValueError(f"{key}={entry!r}: expected a {first}, or {first} and other fields of {', '.join(known[1:])}")
+        raise ValueError(
+            f"{key}={_shown(entry)}: expected a {first}, or {first} and other fields of {', '.join(known[1:])}"
+        )
     for name in found:
         if name not in known:
             similar = difflib.get_close_matches(str(name), known, n=1)
@@ -147,7 +149,7 @@ def is_whole(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     try:
-        return f"{value!r:.200}"
+        return as_yaml(value) if value is None or isinstance(value, bool) else f"{value!r:.200}"
     except ValueError:  # a whole number of more digits than Python writes
         return "a whole number of thousands of digits"
 

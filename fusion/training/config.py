@@ -42,6 +42,7 @@ class LoraConfig(Group, path="training.lora"):
     rank: int = key(
         0,
         at_least=0,
+        at_most=65_536,
         read_by="plan simulate",
         unsupported_by={
             "megatron": Unsupported("Megatron-Core's layers have no adapters here"),
@@ -174,14 +175,14 @@ class AlgorithmConfig(Group, path="algorithm"):
     """Algorithm: one of the files of `fusion/training/algorithms` (grpo, dr_grpo, dapo, gspo, rloo,
     reinforce_plus_plus)."""
 
-    group_size: int = key(8, at_least=1, read_by="plan simulate")
+    group_size: int = key(8, at_least=1, at_most=100_000, read_by="plan simulate")
     """Responses sampled for each prompt; advantages compare their rewards with each other: at least 2, except for
     reinforce_plus_plus."""
 
     clip_low: float = key(0.2, at_least=0, below=1, timeless=True)
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 - clip_low."""
 
-    clip_high: float = key(0.2, at_least=0, timeless=True)
+    clip_high: float = key(0.2, at_least=0, at_most=1e30, timeless=True)
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 + clip_high."""
 
     kl_coef: float = key(0.0, at_least=0, read_by="simulate")

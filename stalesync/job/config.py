@@ -21,8 +21,9 @@ from fusion.npu.config import DeviceConfig
 from fusion.resources import SHAPES
 from fusion.rewards.config import RewardConfig
 from fusion.rollout.orders import find_order
-from fusion.telemetry.keys import POSITIVE, key
+from fusion.telemetry.keys import MAX_TIMEOUT_S, POSITIVE, key
 from fusion.telemetry.loggers import check_loggers
+from fusion.telemetry.run_folder import RUN_NAME, is_name
 from fusion.telemetry.validation import Checks, Group
 from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
@@ -48,7 +49,7 @@ class ClusterConfig(Group, path="cluster"):
     hardware: str | None = key(None, read_by="plan simulate")
     """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800); it defines the
     speed of the links; null: all links are equal."""
-    stage_timeout_s: float = key(1800.0, above=0, timeless=True)
+    stage_timeout_s: float = key(1800.0, above=0, at_most=MAX_TIMEOUT_S, timeless=True)
     """Timeout of a stage in seconds: a longer stage ends the run with an error that names the ranks still running
     it."""
 
@@ -69,7 +70,7 @@ class ClusterConfig(Group, path="cluster"):
 class StaleSyncConfig(Group, path="stalesync"):
     """How far generation may run ahead of training."""
 
-    max_staleness: int = key(0, at_least=0, read_by="simulate")
+    max_staleness: int = key(0, at_least=0, at_most=100_000, read_by="simulate")
     """Staleness bound: maximum number of policy versions that the oldest token of a trained sample may lag behind; 0:
     the synchronous loop."""
     train_tokens: int | None = key(
@@ -102,7 +103,7 @@ class RunConfig(Group, path="run"):
     """Number of training steps (policy versions)."""
     seed: int = key(0, number=True, read_by="simulate")
     """Seeds the order of prompts and every sampled token; any whole number."""
-    eval_prompts: int = key(64, at_least=0)
+    eval_prompts: int = key(64, at_least=0, at_most=1_000_000)
     """Number of held-out prompts of `data.source`, which every evaluation answers: as `held_out` besides `eval.files`;
     0: none."""
     save_every: str = "30min"
@@ -133,7 +134,7 @@ class RunConfig(Group, path="run"):
         self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
 
     def check(self, check: Checks) -> None:
-        check.that("name", bool(self.name), "a name")
+        check.that("name", is_name(self.name), RUN_NAME)
         try:
             SaveInterval.parse(self.save_every)
         except ValueError as error:

@@ -44,7 +44,7 @@ class DataConfig(Group, path="data"):
     rows: int | None = key(None, at_least=1, read_by="simulate")
     """Number of rows that an epoch has: the first ones of the file or of the generator's endless rows; null: all of
     them."""
-    prompts_per_step: int = key(64, at_least=1, read_by="plan simulate")
+    prompts_per_step: int = key(64, at_least=1, at_most=1_000_000, read_by="plan simulate")
     """Number of prompts per step; each gets a group of responses."""
     max_prompt_length: int = key(512, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of a prompt, chat template included."""

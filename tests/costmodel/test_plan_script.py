@@ -118,6 +118,16 @@ def test_deployment_split_and_staleness_are_recommended_with_the_runner_up(tmp_p
     assert "were not simulated: 32,768 samples a step: at most 4,096 here" in " ".join(capsys.readouterr().out.split())
 
 
+def test_an_error_of_the_simulator_is_not_taken_for_a_job_that_it_refuses(monkeypatch):
+    def fail(run):
+        raise ValueError("zip() argument 2 is shorter than argument 1")
+
+    monkeypatch.setattr("stalesync.simulator.run.SimulatedRun.run", fail)
+    job = "model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=16 data.prompts_per_step=16".split()
+    with pytest.raises(RuntimeError, match="the simulator failed"):
+        answer(job)
+
+
 def test_a_model_that_does_not_fit_fails(capsys):
     assert answer(["model=pangu_718b", "cluster=a3_16"]) == 1
     assert "does not fit: train takes" in capsys.readouterr().out
@@ -143,9 +153,9 @@ def test_config_groups_are_those_of_training():
     [
         ("cluster=cloudmatrix384", "model is not set: expected one of deepseek_r1_671b"),
         ("model=pangu cluster=cloudmatrix384", "model='pangu': expected one of"),
-        ("model=pangu_718b", "cluster=None: expected one that names its hardware"),
-        ("model=pangu_718b cluster=four", "cluster='four': expected one that names its hardware"),
-        ("model=pangu_718b cluster.hardware=h100", "cluster=None: expected a cluster preset: .*four"),
+        ("model=pangu_718b", "cluster=null: expected one that names its hardware"),
+        ("model=pangu_718b cluster=four", "cluster=four: expected one that names its hardware"),
+        ("model=pangu_718b cluster.hardware=h100", "cluster=null: expected a cluster preset: .*four"),
         ("model=pangu_718b cluster.hardware=abacus cluster.npus=8", "cluster.hardware='abacus': expected one of asc"),
         ("model=pangu_718b cluster=a3_16 cluster.npus=no", "cluster.npus=no: expected a whole number"),
         ("model=pangu_718b cluster=a3_16 train=tp5", "train='tp5': tp=5 does not divide"),

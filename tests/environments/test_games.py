@@ -132,10 +132,10 @@ def test_they_are_selected_by_name(name):
     ("changes", "message"),
     [
         ({"name": "chess"}, "environment.name='chess': expected one of single, calculator, guess, custom"),
-        ({"name": "custom"}, "environment.path=None: expected file.py:Class"),
+        ({"name": "custom"}, "environment.path=null: expected file.py:Class"),
         ({"name": "custom", "path": "x.py"}, "environment.path='x.py': expected file.py:Class"),
         ({"path": "x.py:Y"}, "environment.path='x.py:Y': expected null"),
-        ({"name": "guess", "step_timeout_s": 0}, "environment.step_timeout_s=0: expected a number above 0"),
+        ({"name": "guess", "step_timeout_s": 0}, r"environment.step_timeout_s=0: expected a number in \(0, 1e\+06\]"),
         ({"max_turns": 3}, "environment.max_turns=3: expected 8"),
     ],
 )

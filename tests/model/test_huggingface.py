@@ -126,3 +126,5 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, change, message):
 def test_no_folder():
     with pytest.raises(ValueError, match="model.path: .*nowhere.* does not exist"):
         ModelConfig.from_hf("nowhere")
+    with pytest.raises(ValueError, match="model.path: xxx.*/config.json cannot be read as JSON: .*File name too long"):
+        ModelConfig.from_hf("x" * 300)

@@ -177,8 +177,16 @@ def test_the_grid_is_a_grid(parallel):
 @pytest.mark.parametrize(
     ("parallel", "config", "message"),
     [
-        (Parallel(3, tp=3), CONFIGS[0], "parallel.train.tp=3 does not divide the model's num_attention_heads=4"),
-        (Parallel(16, ep=16), CONFIGS[0], "parallel.train.ep=16 does not divide the model's num_experts=8"),
+        (
+            Parallel(3, tp=3),
+            CONFIGS[0],
+            "parallel.train.tp=3 does not divide the model's num_attention_heads=4: expected one of 1",
+        ),
+        (
+            Parallel(16, ep=16),
+            CONFIGS[0],
+            "parallel.train.ep=16 does not divide the model's num_experts=8: expected one of 1, 2, 4, 8",
+        ),
         (Parallel(2, ep=2), CONFIGS[2], "parallel.train.ep=2 needs experts, but the model is dense"),
         (Parallel(3, etp=3), CONFIGS[0], "parallel.train.etp=3 does not divide the model's moe_intermediate_size=32"),
         (Parallel(4, pp=4), CONFIGS[0], "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),

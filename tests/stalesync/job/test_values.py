@@ -65,6 +65,34 @@ def test_a_value_may_be_written_as_one_would(words, value):
 
 
 @pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.name=runs/mine", "expected one folder name, without / and not starting with a dot"),
+        ("run.eval_prompts=2147483648", "expected a whole number in [0, 1e+06]"),
+        ("data.prompts_per_step=1e308", "expected a whole number in [1, 1e+06]"),
+        ("algorithm.group_size=2147483648", "expected a whole number in [1, 100000]"),
+        ("algorithm.clip_high=1e300", "expected a number in [0, 1e+30]"),
+        ("training.lora.rank=1e308", "expected a whole number in [0, 65536]"),
+        ("stalesync.max_staleness=9223372036854775808", "expected a whole number in [0, 100000]"),
+        ("fusion.bucket_bytes=9223372036854775808", "expected a whole number in [1024, 1.09951e+12]"),
+        ("device.capacity_bytes=9223372036854775808", "expected a whole number in [1, 1.1259e+15], or null"),
+        ("reward.workers=1e308", "expected a whole number in [1, 4096]"),
+        ("reward.memory_mib=9223372036854775808", "expected a whole number in [128, 1.07374e+09], or null"),
+        ("reward.time_limit_s=1e7", "expected a number in (0, 1e+06]"),
+        ("environment.step_timeout_s=1e9", "expected a number in (0, 1e+06]"),
+        ("environment.memory_mib=null", "=null: expected 4096 (the default) with environment.name"),
+        ("fusion.double_buffer=true", "=true: expected false (the default)"),
+        ("reward.terms=[null]", "[0]=null: expected a reward"),
+        ("queue.spill=/dev/null", "expected a folder, which may not exist yet"),
+    ],
+)
+def test_a_value_that_would_end_the_run_is_refused_in_the_words_of_the_command_line(word, message):
+    config = composed(CONF, accepted([word], CONF))
+    with pytest.raises(ValueError, match=rf"^{re.escape(word.partition('=')[0])}.*{re.escape(message)}"):
+        config.validate()
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["algorithm=ppo"], "algorithm=ppo: expected one of dapo, dr_grpo, grpo, gspo, reinforce_plus_plus, rloo"),
