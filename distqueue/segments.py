@@ -93,7 +93,10 @@ class SegmentLedger:
         shard = self.shards[name]
         size = max(nbytes + -nbytes % GRAIN, GRAIN)
         if size > shard.max_bytes and not exceed:
-            raise ValueError(f"a put of {nbytes:,} bytes; a shard of this queue holds max_bytes={shard.max_bytes:,}")
+            bound = f"max_bytes={shard.max_bytes:,}, in whole blocks of {GRAIN:,}"
+            raise ValueError(
+                f"a put of {nbytes:,} bytes; a shard of this queue holds {bound}: increase queue.max_bytes"
+            )
         fitting = [(free, path) for path, free in shard.free.items() if size <= free <= 2 * size]
         if fitting:
             size, path = min(fitting)

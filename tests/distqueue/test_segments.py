@@ -119,8 +119,10 @@ test_ledger = Ledger.TestCase
 
 def test_a_put_that_no_shard_could_ever_hold_is_refused() -> None:
     ledger = SegmentLedger("e")
-    ledger.add_shard(ShardState("a", node="a", folder="/a", max_bytes=GRAIN))
-    with pytest.raises(ValueError, match="a put of 4,097 bytes; a shard of this queue holds max_bytes=4,096"):
+    ledger.add_shard(ShardState("a", node="a", folder="/a", max_bytes=GRAIN + 2))
+    with pytest.raises(
+        ValueError, match="a put of 4,097 bytes; .* max_bytes=4,098, in whole blocks of 4,096: increase"
+    ):
         ledger.reserve("a", GRAIN + 1, 0.0)
 
 
