@@ -61,16 +61,9 @@ class Fleet:
                 await shard.end.remote()
             ray.kill(shard)
             raise
-        self.core.ledger.add_shard(
-            ShardState(
-                name=name,
-                node=node,
-                folder=folder,
-                max_bytes=max_bytes,
-                recycles=self.options.journal is None,
-                spill=spill,
-            )
-        )
+        recycles = self.options.journal is None
+        state = ShardState(name, node=node, folder=folder, max_bytes=max_bytes, recycles=recycles, spill=spill)
+        self.core.ledger.add_shard(state)
         self.shards[name] = ShardHandle(node, shard)
         self.core.writers.serve(time.time())
         return name
@@ -294,13 +287,6 @@ def _start(node: str, folder: str, spill: str | None) -> Any:
     """Start a shard's actor, which Ray restarts on its node if it is killed."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return (
-        ray.remote(Shard)
-        .options(
-            num_cpus=0,
-            max_restarts=-1,
-            max_concurrency=8,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(folder, spill)
-    )
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(Shard).options(num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=here)
+    return actor.remote(folder, spill)

@@ -156,9 +156,8 @@ class Writers:
             if segment is not None or not self.revoke(shard.name):
                 break
         if segment is None:
-            return (
-                f"shard {shard.name!r} holds {shard.held:,} of max_bytes={shard.max_bytes:,}{self._bottleneck(now_s)}"
-            )
+            held = f"shard {shard.name!r} holds {shard.held:,} of max_bytes={shard.max_bytes:,}"
+            return held + self._bottleneck(now_s)
         self.reserved[segment.number] = Reservation(put, new)
         return segment
 
