@@ -26,12 +26,7 @@ Failure = TypeVar("Failure", bound=RankFailure)
 
 
 def all_or_none(
-    work: Callable[[], T],
-    *,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    stage: str,
-    device: Device | None = None,
+    work: Callable[[], T], *, group: dist.ProcessGroup | None, rank: int, stage: str, device: Device | None = None
 ) -> T:
     """Run ``work`` and return its result once it has succeeded on every rank of the group. Collective over the group.
     ``group``: None: this rank alone.

@@ -145,11 +145,7 @@ def open_device(
     ``rates``: `host_bytes_per_s` and `wire_bytes_per_s` of DeviceConfig; None: their defaults.
     Raise ValueError: the kind does not exist or is not available."""
     config = DeviceConfig(
-        kind=kind,
-        capacity_bytes=capacity_bytes,
-        streams=streams,
-        operators=operators,
-        deterministic=deterministic,
+        kind=kind, capacity_bytes=capacity_bytes, streams=streams, operators=operators, deterministic=deterministic
     )
     if rates is not None:
         config.host_bytes_per_s, config.wire_bytes_per_s = rates

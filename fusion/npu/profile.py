@@ -53,8 +53,7 @@ def _profiler(kind: str, path: Path) -> Any:
 
         profiler, activity = torch_npu.profiler, torch_npu.profiler.ProfilerActivity
         return profiler.profile(
-            activities=[activity.CPU, activity.NPU],
-            on_trace_ready=profiler.tensorboard_trace_handler(str(path)),
+            activities=[activity.CPU, activity.NPU], on_trace_ready=profiler.tensorboard_trace_handler(str(path))
         )
     activity = torch.profiler.ProfilerActivity
     return torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if kind == "cuda" else [])])

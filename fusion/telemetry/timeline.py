@@ -63,8 +63,7 @@ class Timeline:
     `max_spans`: number of the last spans that are kept until `drain`; 0 if it is never drained; None: all."""
 
     def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns, max_spans: int | None = None) -> None:
-        self.card = card
-        self.clock_ns = clock_ns
+        self.card, self.clock_ns = card, clock_ns
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         """Function that marks the block of a `span` by its name in another record, such as a profiler's"""
         self.after_mark: Callable[[], None] | None = None

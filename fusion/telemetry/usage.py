@@ -57,9 +57,8 @@ class Usage:
             for kind, part_ns in (*card.by_kind_ns.items(), ("idle", card.idle_ns)):
                 seconds["idle" if kind.startswith(WAITING) else kind.partition("/")[0]] += part_ns / 1e9 / num_cards
         busy = sum(card.busy_ns for card in cards) / sum(card.wall_ns for card in cards)
-        return (
-            {"perf/utilisation": busy} | overlap | {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}
-        )
+        by_kind = {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}
+        return {"perf/utilisation": busy} | overlap | by_kind
 
     def _take_periods(self, end_ns: int) -> list[tuple[int, int]]:
         """Return the time since the last count in parts, without what is excluded; the next count begins at

@@ -16,13 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusion.npu.failures import wait_for
 from fusion.training.model import TrainedModel
-from fusion.training.pipeline import (
-    Pass,
-    PipelineStep,
-    forward_only,
-    one_forward_one_backward,
-    program,
-)
+from fusion.training.pipeline import Pass, PipelineStep, forward_only, one_forward_one_backward, program
 
 Forward = Callable[[int, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]]
 """(micro-batch, hidden states [n, D] of the previous stage, None on the first) → (hidden states [n, D] for the next

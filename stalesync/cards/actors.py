@@ -84,10 +84,7 @@ class CardActors:
         """Return the option that sets the variables of the cards' processes, but for those that a host exports."""
         spec: WorkerSpec = self._args[0]
         variables = card_environment(
-            kind,
-            cards=spec.world,
-            communicators=cost_of(spec).communicators,
-            deterministic=spec.device.deterministic,
+            kind, cards=spec.world, communicators=cost_of(spec).communicators, deterministic=spec.device.deterministic
         )
         if not variables:
             return {}

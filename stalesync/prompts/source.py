@@ -130,13 +130,8 @@ class PromptSource:
             return RowCounts(read, bad=0, unused=0, too_long=read - len(evaluated), evaluated=len(evaluated))
         assert self.rows.indices is not None and self.num_rows is not None
         usable, bad = len(self.rows.indices), self.rows.num_bad
-        return RowCounts(
-            usable + bad,
-            bad=bad,
-            unused=usable - self.num_rows,
-            too_long=self.num_rows - len(evaluated),
-            evaluated=len(evaluated),
-        )
+        unused, too_long = usable - self.num_rows, self.num_rows - len(evaluated)
+        return RowCounts(usable + bad, bad=bad, unused=unused, too_long=too_long, evaluated=len(evaluated))
 
     def metrics(self) -> dict[str, float]:
         """Return `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if

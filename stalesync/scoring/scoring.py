@@ -227,13 +227,9 @@ class Scorer:
         try:
             while not self._stopping.is_set():
                 try:
+                    count = self._batch_size.count
                     batch = self._queue.get(
-                        REWARD,
-                        self._columns,
-                        self._batch_size.count,
-                        lengths=[RESPONSE],
-                        partial=True,
-                        timeout_s=POLL_S,
+                        REWARD, self._columns, count, lengths=[RESPONSE], partial=True, timeout_s=POLL_S
                     )
                 except TimeoutError:
                     batch = None

@@ -85,16 +85,9 @@ class SimulatedSequence:
         length = size.prompt_tokens + size.generated
         left = (size.response_tokens if size.turn_end is None else size.turn_end) - size.generated
         chunk = left if chunk_tokens is None else min(left, chunk_tokens)
-        ends, is_turn = chunk == left, size.turn_end is not None
-        return cls(
-            request,
-            rank,
-            size.prompt_tokens,
-            length,
-            length + chunk,
-            complete=ends and not is_turn,
-            turn=ends and is_turn,
-        )
+        turn = chunk == left and size.turn_end is not None
+        complete = chunk == left and not turn
+        return cls(request, rank, size.prompt_tokens, length, length + chunk, complete=complete, turn=turn)
 
 
 @dataclass(slots=True)

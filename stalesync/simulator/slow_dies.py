@@ -37,6 +37,5 @@ class SlowDies:
         return 1.0 + float(slower.max(initial=0.0))
 
     def __str__(self) -> str:
-        return (
-            f"{self.share:.2%} of the dies slow by {self.least:.0%} to {self.most:.0%}" if self.share else "no slow die"
-        )
+        slow = f"{self.share:.2%} of the dies slow by {self.least:.0%} to {self.most:.0%}"
+        return slow if self.share else "no slow die"

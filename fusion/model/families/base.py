@@ -176,12 +176,7 @@ def equal_layers(fields: Fields, attention: AttentionSpec, mlp: Dense | Sparse) 
 
 
 def corrected_router(
-    fields: Fields,
-    *,
-    top_k: int | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
+    fields: Fields, *, top_k: int | None = None, groups: int = 1, top_groups: int = 1, scale: float = 1.0
 ) -> Router:
     """Read a sigmoid router with a correction bias and groups, of these values where none are stated."""
     return Router(

@@ -10,12 +10,7 @@ POSITIONS = 4096
 def _read(fields: Fields) -> tuple[LayerSpec, ...]:
     bias = fields.flag("attention_bias", False)
     attention = grouped_query(
-        fields,
-        qk_norm="projection",
-        qkv_bias=bias,
-        out_bias=bias,
-        max_positions=POSITIONS,
-        kv_heads_optional=True,
+        fields, qk_norm="projection", qkv_bias=bias, out_bias=bias, max_positions=POSITIONS, kv_heads_optional=True
     )
     derived = fields.size("hidden_size") // attention.num_heads
     if attention.head_dim != derived:  # transformers sizes the norms by it

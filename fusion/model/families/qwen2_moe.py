@@ -1,13 +1,6 @@
 """Qwen2-MoE and Qwen1.5-MoE (arXiv 2407.10671): a gated shared expert beside the routed ones; biases of q, k and v."""
 
-from fusion.model.families.base import (
-    WINDOW,
-    Defaults,
-    Family,
-    grouped_query,
-    num_experts,
-    stepped_layers,
-)
+from fusion.model.families.base import WINDOW, Defaults, Family, grouped_query, num_experts, stepped_layers
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Router, SharedExpert, Sparse
 

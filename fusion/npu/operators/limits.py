@@ -92,10 +92,7 @@ def _if_latents(value: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]
 
 
 LIMITS: dict[str, tuple[Limit, ...]] = {
-    "npu_rms_norm": (
-        _dtype("self"),
-        Limit("dimensions of self", lambda a: a["self"].dim(), at_least=2, at_most=8),
-    ),
+    "npu_rms_norm": (_dtype("self"), Limit("dimensions of self", lambda a: a["self"].dim(), at_least=2, at_most=8)),
     "npu_add_rms_norm": (
         _dtype("x1"),
         _true("gamma has the dtype of x1", lambda a: a["gamma"].dtype == a["x1"].dtype),

@@ -79,9 +79,8 @@ def _read(path: Path) -> tuple[str, list[str], list[str]]:
     try:
         record = json.loads(text)
         run_id, earlier = str(record["id"]), list(map(str, record["loggers"]))
-        if {*record} != {"id", "loggers"} and text != _text(
-            run_id, earlier
-        ).encode():  # an earlier version had no digest
+        has_digest = {*record} != {"id", "loggers"}  # an earlier version had none
+        if has_digest and text != _text(run_id, earlier).encode():
             raise ValueError("it does not match its own digest")
         return run_id, earlier, []
     except (ValueError, LookupError, TypeError, RecursionError) as error:
