@@ -48,7 +48,8 @@ class Deployment:
     @property
     def shared(self) -> tuple[int, ...]:
         """Cards that train and generate."""
-        return tuple(rank for rank in self.generate if rank in self.train)
+        train = {*self.train}
+        return tuple(rank for rank in self.generate if rank in train)
 
     @property
     def actor(self) -> tuple[int, ...]:

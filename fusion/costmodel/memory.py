@@ -203,7 +203,8 @@ def _training_activations(setup: Setup, stage: int) -> float:
     shape, train = setup.shape, setup.train
     tokens = -(-setup.micro_batch_tokens // train.cp)  # of a rank
     kinds = shape.kinds_of_stage(train, stage)
-    working = [layer_bytes(shape, shape.kinds[kind], train, tokens=tokens) for kind in kinds.elements()]
+    of_kind = {kind: layer_bytes(shape, shape.kinds[kind], train, tokens=tokens) for kind in kinds}
+    working = [of_kind[kind] for kind in kinds.elements()]
     in_flight = train.pp - stage
     inputs = 2 * tokens // train.tp * shape.config.hidden_size * len(working)
     kept = inputs + max(working) / in_flight if setup.training.recompute else inputs + sum(working)

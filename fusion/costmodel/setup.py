@@ -1,6 +1,7 @@
 """Define the setup of a plan: a model, dies, two layouts, and the settings that bound memory and transfers."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from fusion.costmodel.hardware import Hardware
@@ -116,10 +117,15 @@ class Setup:
 
     def _saved(self, length: int) -> int:
         """Return how many rows a prompt's samples of this length save by sharing it within micro-batches."""
-        lengths = [length] * self.workload.group
-        common = [0, *[int(self.workload.prompt)] * (len(lengths) - 1)]
-        shared = links_within(lengths, common, self.training.share_prefixes, self.training.token_budget)
-        return sum(map(rows_saved, lengths, shared))
+        work, training = self.workload, self.training
+        return _saved_rows(work.group, length, int(work.prompt), training.share_prefixes, training.token_budget)
 
     def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> "Setup":
         return replace(self, train=train, infer=infer, infer_first=infer_first)
+
+
+@lru_cache
+def _saved_rows(group: int, length: int, prompt: int, share: str, budget: int) -> int:
+    """Return how many rows a group of samples of equal length saves; the same for all layouts of a search."""
+    lengths, common = [length] * group, [0, *[prompt] * (group - 1)]
+    return sum(map(rows_saved, lengths, links_within(lengths, common, share, budget)))

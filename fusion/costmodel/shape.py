@@ -103,8 +103,10 @@ class Shape:
 
     def kinds_of_stage(self, parallel: Parallel, stage: int) -> Counter[int]:
         """Return index of a kind → number of its layers in a pipeline stage."""
-        layers = parallel.layers(self.config.num_layers, stage)
-        return Counter(self.kind_of[layers.start : layers.stop])
+        if (parallel.pp, stage) not in self._by_stage:
+            layers = parallel.layers(self.config.num_layers, stage)
+            self._by_stage[parallel.pp, stage] = Counter(self.kind_of[layers.start : layers.stop])
+        return self._by_stage[parallel.pp, stage]
 
     def held(self, scope: Scope, tp: int) -> int:
         """Return the elements on a TP rank of what a scope has outside the experts."""
@@ -118,7 +120,7 @@ class Shape:
 
     def stacks_of(self, kind: int) -> tuple[int, ...]:
         """Return the elements of each stack of equal matrices of all experts of a layer."""
-        return tuple(self.config.num_experts * row.numel for row in self._experts[kind])
+        return self._stacks[kind]
 
     def adapters_of(self, kind: int, tp: int) -> tuple[int, int]:
         """Return the elements of a layer's adapters: outside the experts on a TP rank, and those of all its experts.
@@ -142,6 +144,14 @@ class Shape:
     def kv_bytes(self, tp: int, pp: int = 1, itemsize: int = 2, dcp: int = 1) -> int:
         """Return the bytes of one token's KV cache on one rank of the longest pipeline stage."""
         return self.attention.kv_elements_of_rank(tp, dcp) * -(-self.config.num_layers // pp) * itemsize
+
+    @cached_property
+    def _by_stage(self) -> dict[tuple[int, int], Counter[int]]:
+        return {}
+
+    @cached_property
+    def _stacks(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.config.num_experts * row.numel for row in rows) for rows in self._experts)
 
     @cached_property
     def _held(self) -> dict[tuple[Scope, int], int]:

@@ -175,13 +175,14 @@ class Rank:
 
     def _admit(self, plan: PrefillPlan, budget: int, step: int) -> None:
         computing: set[tuple[str, int]] = set()
+        decoding = self.decodes.used(step)  # none joins or leaves
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
             seq = self.waiting.first
             start = seq.parked or self._find(seq)
             twin = not seq.parked and (seq.request.group, seq.length) in computing
             count = seq.length - start if twin else min(seq.length - start, budget)
             wanted = self._blocks(start + count) - self._held(seq, start)
-            if wanted + len(self.running) > self._capacity - self._used(step) and self.running:
+            if wanted + len(self.running) > self._capacity - decoding - self._other_blocks and self.running:
                 return
             self.waiting.popleft()
             self.running[seq] = None
