@@ -101,9 +101,9 @@ class Hops:
         hop = Hop._make(self.rows[number].tolist())
         fragment, layer = self.fragment(hop), self.families[hop.family].layer
         regions, shape, givers, takers = fragment
-        giver = takers[hop.giver] if hop.relayed else givers[hop.giver]
-        source = giver._replace(unit=self.units[hop.relayed].names[hop.reads][1])
-        target = takers[hop.taker]._replace(unit=self.units[1].names[hop.writes][1])
+        giver, taker = (takers if hop.relayed else givers)[hop.giver], takers[hop.taker]
+        source = Place(self.units[hop.relayed].names[hop.reads][1], giver.offset, giver.strides)
+        target = Place(self.units[1].names[hop.writes][1], taker.offset, taker.strides)
         if stop - start < fragment.numel:
             first: tuple[int, ...]
             boxes = tuple(_boxes(fragment, start, stop))
@@ -141,7 +141,8 @@ def legal_stop(fragment: Fragment, start: int, max_stop: int) -> int:
 
 
 def _shifted(place: Place, first: tuple[int, ...]) -> Place:
-    return place._replace(offset=place.offset + sum([i * step for i, step in zip(first, place.strides, strict=True)]))
+    more = sum([i * step for i, step in zip(first, place.strides, strict=True)])
+    return Place(place.unit, place.offset + more, place.strides)
 
 
 def _boxes(fragment: Fragment, start: int, stop: int) -> list[tuple[str, Box]]:

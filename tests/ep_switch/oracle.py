@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -62,6 +62,7 @@ def random_layout(
     return Layout(config, parallel, tuple(taken), dtype, bucket_bytes // choose((1, 1, 1, 2)), format)
 
 
+@cache
 def grids(config: ModelConfig, most_ranks: int) -> list[Parallel]:
     """Every grid of at most so many ranks that the model can be cut for."""
     found = []
@@ -187,6 +188,7 @@ def check_contents(plan: Plan) -> dict[int, int]:
     resident = {rank: plan.source.nbytes(rank) for rank in plan.ranks}
     most = dict(resident)
     times = {rank: [np.zeros_like(unit) for unit in want[rank]] for rank in plan.ranks}
+    hosted = {(rank, index) for rank in plan.ranks for index in plan.hosted_units(rank)}
 
     def release(units) -> None:
         for rank, index in units:
@@ -210,7 +212,7 @@ def check_contents(plan: Plan) -> dict[int, int]:
             into[rank][index][...] = NEW
             resident[rank] += into[rank][index].size * size[1]
             most[rank] = max(most[rank], resident[rank])
-            if index in plan.hosted_units(rank):
+            if (rank, index) in hosted:
                 into[rank][index][...] = want[rank][index]
                 times[rank][index][...] = 1
         for rank, index in round_.restore_before:

@@ -233,7 +233,8 @@ def check_rounds(plan: Plan) -> None:
     for round_ in plan.rounds:
         sent: dict[int, int] = defaultdict(int)
         written: dict[int, int] = defaultdict(int)
-        for move in round_.moves:
+        all_moves = [*round_.moves]
+        for move in all_moves:
             written[move.target_rank] += move.numel
             if not move.local:
                 sent[move.source_rank] += move.numel
@@ -241,11 +242,11 @@ def check_rounds(plan: Plan) -> None:
         assert max([*sent.values(), *written.values()], default=0) * wide <= plan.bucket_bytes // 2
         for rank, numel in sent.items():
             wire[rank] = max(wire[rank], 2 * numel * plan.wire_dtype.itemsize)
-        assert round_.exchange == any(not move.local for move in round_.moves)
+        assert round_.exchange == any(not move.local for move in all_moves)
         by_rank = {rank: round_.by_peer(rank) for rank in plan.ranks}
         for rank, (copied, send, receive) in by_rank.items():
             mine = [*copied, *(m for moves in send.values() for m in moves)]
-            assert sorted(mine) == sorted(move for move in round_.moves if move.source_rank == rank)
+            assert sorted(mine) == sorted(move for move in all_moves if move.source_rank == rank)
             for peer, moves in receive.items():
                 assert by_rank[peer][1][rank] == moves, "both ends in the same order"
     for rank in plan.ranks:
