@@ -27,11 +27,11 @@ def templates() -> list[str]:
     """All texts in the packages that messages may be made of, docstrings excluded."""
     found = []
     for path in [path for package in ("fusion", "stalesync", "distqueue") for path in (ROOT / package).rglob("*.py")]:
-        tree = ast.parse(path.read_text())
-        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        literals = (node for node in ast.walk(tree) if isinstance(node, ast.expr) and id(node) not in docs | inner)
-        found += [text for node in literals if (text := template(node)) and " " in text]
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        left_out = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # docstrings
+        left_out |= {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        literals = (node for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr))
+        found += [text for node in literals if id(node) not in left_out and (text := template(node)) and " " in text]
     return found
 
 
