@@ -192,8 +192,10 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def result_of(value: object) -> Result:
-    """Return the result of a sample for which the reward has returned a value: a number, or a dict with `score`."""
-    if (reward := finite(value.get("score") if isinstance(value, dict) else value)) is not None:
+    """Return the result of a sample for which the reward has returned a value: a number, also as a scalar of numpy or
+    torch, or a dict with `score`."""
+    score = value.get("score") if isinstance(value, dict) else value
+    if (reward := finite(score.tolist() if hasattr(score, "tolist") else score)) is not None:
         return Result(reward, None, "", "")
     kind = type(value).__name__
     detail = f"returned {shown(value)} ({kind}); expected a finite number of float32, or a dict that has one as score"

@@ -11,11 +11,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusion.rewards import RewardConfig, RewardPool, RewardSample, reward_metrics
+from fusion.rewards.child import result_of
 from fusion.rewards.process import Child
 from tests.machine import patience, running, wait_for, within
 
@@ -116,6 +119,12 @@ def test_a_failure_costs_its_own_sample(user_file, response, error, detail, work
         assert [o.reward for o in again] == [None, 5.0]
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 1 and detail in shown[0] and str(user_file) in shown[0]
+
+
+@pytest.mark.parametrize("value", [np.bool_(True), np.float32(1), np.array(1), torch.tensor(1.0), {"score": np.True_}])
+def test_a_scalar_of_numpy_or_torch_is_a_number_and_a_list_is_not(value):
+    assert result_of(value).reward == 1
+    assert result_of(np.array([1.0])).error == result_of(np.str_("1")).error == "bad_type"
 
 
 def test_a_stack_is_read_to_its_end_though_the_child_is_interrupted_while_it_writes():
