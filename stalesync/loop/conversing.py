@@ -105,7 +105,7 @@ class Conversing:
             result = results[prompt.id]
             if result.failure:
                 self._groups.log_unstarted(prompt.id, result.failure)
-                self._observe_failed(result.failure, result.detail)
+                self._observe_failed(prompt.id, result.failure, result.detail)
                 continue
             try:
                 prompt = self.environments.prompt(prompt, result)
@@ -240,11 +240,13 @@ class Conversing:
         self._metrics.add(f"env/failed_{failed.kind}", 1, rule="sum")
         self.environments.pool.end(self._groups.ids_of(failed.group))
         self._to_cancel[failed.group] = failed.kind
-        self._observe_failed(failed.kind, failed.detail)
+        self._observe_failed(failed.group, failed.kind, failed.detail)
 
-    def _observe_failed(self, kind: str, detail: str) -> None:
-        """Count an environment that failed among the samples that have no reward: a run ends where these are many."""
-        self._scorer.observe_outcomes([RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail)])
+    def _observe_failed(self, group: str, kind: str, detail: str) -> None:
+        """Count the samples of a group whose environment failed among those that have no reward: a run ends where these
+        are many."""
+        outcome = RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail)
+        self._scorer.observe_outcomes([outcome] * len(self._groups.ids_of(group)))
 
     def _complete(self) -> None:
         """Have a living engine's first card finish the conversations that have ended."""

@@ -48,7 +48,7 @@ class FileRows(Rows):
         kept = min(held_out, len(usable) // 10)
         chosen = random.Random(f"{seed}-file-evaluation").sample(range(len(usable)), kept)
         self._held_out = [usable[position] for position in chosen]
-        excluded = set(self._held_out)
+        excluded = self._equal_to_held_out(chosen)
         self.indices = [index for index in usable if index not in excluded] if kept else usable
 
     def row(self, index: int) -> Row:
@@ -66,11 +66,26 @@ class FileRows(Rows):
     def evaluation(self, count: int) -> list[Row]:
         return [self.row(index) for index in self._held_out[:count]]
 
+    def _equal_to_held_out(self, positions: Sequence[int]) -> set[int]:
+        """Return the indices of the rows held out, by their positions, and of those that repeat one, which would be
+        trained and evaluated, unless all do."""
+        hashes, held_out = {self._hashes[position] for position in positions}, set(self._held_out)
+        contents = {repr(self.row(index)) for index in held_out}
+        same_hash = (index for index, one in zip(self.usable, self._hashes, strict=True) if one in hashes)
+        repeated = {index for index in same_hash if index not in held_out and repr(self.row(index)) in contents}
+        if len(repeated) + len(held_out) == len(self.usable):
+            log.warning("data.source: all rows repeat held-out ones: evaluations are of prompts that are trained")
+            return held_out
+        if repeated:
+            log.warning("data.source: %d rows repeat held-out ones, and are not trained", len(repeated))
+        return held_out | repeated
+
     def _check_rows(self, check: CheckRows) -> tuple[Sequence[int], Sequence[int]]:
         """Return the indices of the rows that can be used, and the number of tokens of their prompts."""
         names: dict[str, None] = {}  # in order
         common: set[str] | None = None
         usable, lengths = array("q"), array("q")
+        self._hashes = array("q")
         first_error = ""
         for start in range(0, len(self._table), SCAN):
             rows, errors = self._read(range(start, min(start + SCAN, len(self._table))), names)
@@ -80,6 +95,7 @@ class FileRows(Rows):
                     continue
                 usable.append(index)
                 lengths.append(found)
+                self._hashes.append(hash((str(row.prompt), row.answer)))
                 common = {*row.fields} if common is None else common & row.fields.keys()
             if errors and not first_error:
                 first_error = f"{self.name(min(errors))}: {errors[min(errors)]}"

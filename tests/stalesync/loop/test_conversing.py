@@ -65,7 +65,7 @@ def test_a_group_fails_when_its_members_have_come_back_and_not_before_a_complete
     world.say(first, done=True)
     world.pool.answer(second, failure="raised", detail="broken")
     world.conversing.poll()
-    assert [outcome.error for outcome in world.failures] == ["env_raised"]
+    assert [outcome.error for outcome in world.failures] == ["env_raised"] * len(world.ids), "all samples of its group"
     assert world.entry(second).state == "away", "the completed sample has not arrived"
     sample = Sample(first, world.groups.prompts[world.group], "", 3, 4)
     sample.outcome = SimpleNamespace(error=None, reward=1.0)

@@ -149,6 +149,21 @@ def test_held_out_rows_of_a_file(tokenizer, tmp_path):
     assert len(source_of(tokenizer, file, held_out=64).evaluation(64)) == 10
 
 
+def test_rows_that_repeat_a_held_out_one_are_not_trained(tokenizer, tmp_path, caplog):
+    lines = [json.dumps({"q": str(i % 40), "a": "x", "level": i % 80}) for i in range(400)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(lines))
+    source = source_of(tokenizer, file, held_out=7)
+    held_out = {(p.text, p.fields["level"]) for p in source.evaluation(64)}
+    trained = {(p.text, p.fields["level"]) for p in source.next(350)}
+    assert not held_out & trained and len(held_out | trained) == 80, "another field is another row"
+    assert f"{5 * len(held_out) - 7} rows repeat held-out ones, and are not trained" in caplog.text
+    file.write_text("\n".join(lines[:1] * 20))  # an environment may begin anew with each
+    source = source_of(tokenizer, file, held_out=7)
+    assert len(source.evaluation(64)) == 2 and len(source.next(18)) == 18
+    assert "all rows repeat held-out ones" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
