@@ -28,6 +28,7 @@ from fusion.telemetry.run_contents import BEST, EVALUATIONS, GROUPS, LOGS, METRI
 from fusion.telemetry.shortening import abridged
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
+from fusion.telemetry.validation import RUN_NAME, is_run_name
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +41,6 @@ T = TypeVar("T")
 PRIVATE = 0o700
 """Mode of a new run folder: samples, answers and weights are the user's own. An existing folder keeps its mode."""
 
-RUN_NAME = "one folder name, without / and not starting with a dot"
-
-
-def is_name(name: str) -> bool:
-    """Return whether a run may be called so: whether it is a `RUN_NAME`."""
-    return bool(name) and name == Path(name).name and not name.startswith(".") and "\0" not in name
-
 
 class RunFolder:
     """Create `root/name` or reopen it, and lock it until `close`.
@@ -57,7 +51,7 @@ class RunFolder:
     Raises ValueError: ``name`` is not the name of a folder, or ``root`` cannot be written."""
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
-        if not is_name(name):
+        if not is_run_name(name):
             raise ValueError(f"run name {name!r}: expected {RUN_NAME}")
         try:
             self.path, self.choice, self.resumed = _claim(Path(root), name, if_exists)

@@ -16,9 +16,12 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
 from fusion.telemetry.keys import BOUNDS, as_yaml, unused, use_of
+
+RUN_NAME = "one folder name, without / and not starting with a dot"
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,11 @@ def is_finite(value: Any) -> bool:
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether a run may be called so: whether it is a `RUN_NAME`."""
+    return bool(name) and name == Path(name).name and not name.startswith(".") and "\0" not in name
 
 
 def _shown(value: Any) -> str:

@@ -23,8 +23,7 @@ from fusion.rewards.config import RewardConfig
 from fusion.rollout.orders import find_order
 from fusion.telemetry.keys import MAX_TIMEOUT_S, POSITIVE, key
 from fusion.telemetry.loggers import check_loggers
-from fusion.telemetry.run_folder import RUN_NAME, is_name
-from fusion.telemetry.validation import Checks, Group
+from fusion.telemetry.validation import RUN_NAME, Checks, Group, is_run_name
 from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
@@ -134,7 +133,7 @@ class RunConfig(Group, path="run"):
         self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
 
     def check(self, check: Checks) -> None:
-        check.that("name", is_name(self.name), RUN_NAME)
+        check.that("name", is_run_name(self.name), RUN_NAME)
         try:
             SaveInterval.parse(self.save_every)
         except ValueError as error:
