@@ -171,11 +171,12 @@ def _described(
 ) -> str:
     """Return in words what is expected; None: no limit."""
     low, high = above if at_least is None else at_least, below if at_most is None else at_most
+    shown_low, shown_high = (f"{limit:g}" if isinstance(limit, float) else str(limit) for limit in (low, high))
     if low is not None and high is not None:
         opening, closing = "[" if above is None else "(", "]" if below is None else ")"
-        return f"{kind} in {opening}{low:g}, {high:g}{closing}"
+        return f"{kind} in {opening}{shown_low}, {shown_high}{closing}"
     if low is not None:
-        return f"{kind} above {low:g}" if at_least is None else f"{kind} of at least {low:g}"
+        return f"{kind} above {shown_low}" if at_least is None else f"{kind} of at least {shown_low}"
     if high is not None:
-        return f"{kind} below {high:g}" if at_most is None else f"{kind} of at most {high:g}"
+        return f"{kind} below {shown_high}" if at_most is None else f"{kind} of at most {shown_high}"
     return kind

@@ -54,11 +54,11 @@ from fusion.training.schedule import Schedule
             )
             for name in COMPARE_SIBLINGS
         ),
-        (AlgorithmConfig(group_size=0), "algorithm.group_size=0: expected a whole number of at least 1"),
+        (AlgorithmConfig(group_size=0), r"algorithm.group_size=0: expected a whole number in \[1, 100000\]"),
         (AlgorithmConfig(clip_low=1.0), r"algorithm.clip_low=1.0: expected a number in \[0, 1\)"),
         (AlgorithmConfig(minibatches=0), "algorithm.minibatches=0"),
         (AlgorithmConfig(replay="r3"), "algorithm.replay='r3': expected one of none, train, rollout"),
-        (AlgorithmConfig(group_size=True), "algorithm.group_size=True"),
+        (AlgorithmConfig(group_size=True), "algorithm.group_size=true"),
     ],
 )
 def test_a_wrong_value_is_refused_by_key(config, message):
