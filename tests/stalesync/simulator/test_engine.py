@@ -155,15 +155,16 @@ def test_times_and_lengths_are_those_of_a_loop_over_the_steps(requests, ranks, s
 
 
 @settings(max_examples=40, deadline=None)
-@given(loads(), st.integers(1, 2), st.integers(9, 20))
-def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(requests, ranks, blocks):
-    limits = EngineConfig(max_seqs=8, max_batch_tokens=4096, max_kv_tokens=16 * blocks)
+@given(loads(), st.integers(1, 2), st.integers(9, 20), st.booleans())
+def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(requests, ranks, blocks, cache):
+    limits = EngineConfig(max_seqs=8, max_batch_tokens=4096, max_kv_tokens=16 * blocks, prefix_cache=cache)
     looped = LoopedEngine(ranks, limits)
     looped.run(requests)
     ended, engine, _ = simulated(ranks, limits, requests)
     assert {id: one[1] for id, one in ended.items()} == {f"{g}/{m}": tokens for _, g, m, _, tokens in requests}
     end_s = max(time for time, *_ in ended.values())
-    assert end_s == pytest.approx(looped.now, rel=0.25), "which block is evicted is not modelled"
+    # Which cached block is evicted is not modelled.
+    assert end_s == pytest.approx(looped.now, rel=0.25 if cache else 1e-9)
 
 
 def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
