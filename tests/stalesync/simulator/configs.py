@@ -26,7 +26,7 @@ NO_OVERHEADS = Overheads(0.0, 0.0, 0.0, 0.0)
 def config_of(deployment="colocated", max_staleness=0, *, cards=4, prompts=8, group=4, steps=4, speed=96.0, **rollout):
     """Cards under OLMoE-1B-7B, as in benchmarks/stalesync.py; ``rollout``: keys of that group."""
     config = Config()
-    config.device = DeviceConfig("emulated", pace="olmoe_7b", pace_tokens=128, pace_speed=speed, pace_training=31.5)
+    config.device = DeviceConfig("emulated", pace="olmoe_7b", pace_tokens=128, pace_speed=speed, pace_training=12.0)
     config.cluster.npus, config.cluster.hardware = cards, "ascend_910c"
     config.data.prompts_per_step, config.algorithm.group_size = prompts, group
     config.fusion.deployment, config.run.steps = deployment, steps

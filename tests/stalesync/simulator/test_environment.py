@@ -108,6 +108,7 @@ def test_engines_work_for_others_while_conversations_are_away():
 
     def seconds(latency_s):
         config = config_of("separate", 1, group=16, suspended="keep", forced_spread=[0.0, 0.0, 0.0])
+        config.device.pace_training = 31.5
         environment = EnvironmentSpec(4, 4, latency_s)
         return sum(step.seconds for step in simulation_of(config, NO_OVERHEADS, environment=environment).run())
 
