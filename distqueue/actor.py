@@ -10,7 +10,6 @@ journal ─► their segments unlinked.
 import asyncio
 import json
 import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ import ray
 
 from distqueue import checkpoint
 from distqueue.actor_calls import GONE
+from distqueue.clock import epoch_s
 from distqueue.config import QueueOptions
 from distqueue.core import QueueCore
 from distqueue.errors import JournalFull, QueueClosed, StorageFull
@@ -181,10 +181,10 @@ class QueueActor:
         async with self._call():
             answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             put, resolve = Put.from_bytes(message), resolving(answer)
-            writer = self.core.ask_room(put, node=node, nbytes=nbytes, now_s=time.time(), answer=resolve, number=number)
+            writer = self.core.ask_room(put, node=node, nbytes=nbytes, now_s=epoch_s(), answer=resolve, number=number)
             try:
                 if not answer.done() and await self.fleet.spill(node, nbytes):
-                    self.core.writers.serve(time.time())
+                    self.core.writers.serve(epoch_s())
                 if number is not None:
                     await self._wait(answer, TURN_S)
                 if not answer.done():
@@ -192,7 +192,7 @@ class QueueActor:
                 return self._file(answer.result())
             except asyncio.CancelledError:
                 if answer.done() and not answer.exception():
-                    self.core.cancel(answer.result().number, time.time())
+                    self.core.cancel(answer.result().number, epoch_s())
                 raise
             finally:
                 self.core.writers.leave(writer)
@@ -205,7 +205,7 @@ class QueueActor:
         `message`: the put's metadata if its file was granted, None if it was reserved. LookupError: the file is no
         longer reserved or granted; reserve again."""
         async with self._call():
-            now_s = time.time()
+            now_s = epoch_s()
             if message is None:
                 late = self.core.commit(number, path, now_s)
             else:
@@ -218,7 +218,7 @@ class QueueActor:
         async with self._call():
             answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             place = None if turn is None else (turn.number, turn.since_s)
-            waiter = self.core.ask(selection, now_s=time.time(), answer=resolving(answer), place=place)
+            waiter = self.core.ask(selection, now_s=epoch_s(), answer=resolving(answer), place=place)
             try:
                 await self._wait(answer, min(wait_s, TURN_S))
                 if not answer.done():
@@ -226,7 +226,7 @@ class QueueActor:
                 return answer.result().to_bytes()
             except asyncio.CancelledError:  # the client has ended or has cancelled
                 if answer.done() and not answer.exception():
-                    self.core.give_back(selection.task, answer.result().ids, time.time())
+                    self.core.give_back(selection.task, answer.result().ids, epoch_s())
                 raise
             finally:
                 self.core.readers.leave(waiter)
@@ -245,11 +245,11 @@ class QueueActor:
     async def change(self, method: str, *args: Any) -> Any:
         """Call a method of the core that depends on the time and has no payload: ack, stats, seal, …"""
         async with self._call():
-            return getattr(self.core, method)(*args, time.time())
+            return getattr(self.core, method)(*args, epoch_s())
 
     async def state(self) -> str:
         async with self._call():
-            return json.dumps(self.core.state(time.time()) | {"name": self.name, "journal": self.options.journal})
+            return json.dumps(self.core.state(epoch_s()) | {"name": self.name, "journal": self.options.journal})
 
     def _file(self, segment: Segment) -> File:
         return File(
@@ -294,11 +294,11 @@ class QueueActor:
         """While a client waits, call the core again when the next lease expires."""
         if self.core.closed or not self.core.awaited:
             return
-        next_s = self.core.tick(time.time())
+        next_s = self.core.tick(epoch_s())
         if next_s is not None and (self._timer is None or self._timer_s > next_s):
             if self._timer is not None:
                 self._timer.cancel()
-            delay_s = max(0.0, next_s - time.time())
+            delay_s = max(0.0, next_s - epoch_s())
             self._timer, self._timer_s = asyncio.get_running_loop().call_later(delay_s, self._expire), next_s
 
     def _expire(self) -> None:

@@ -22,6 +22,7 @@ import ray
 from distqueue.actor import MAX_CALLS, NAMESPACE, TURN_S, PlaceInLine, QueueActor
 from distqueue.actor_calls import call
 from distqueue.checkpoint import check as check_checkpoint
+from distqueue.clock import epoch_s
 from distqueue.config import QueueOptions, check_absolute
 from distqueue.errors import DAMAGED, LOST, Damage, NoRoomForRows, QueueClosed, SamplesLost
 from distqueue.grants import Grants
@@ -180,7 +181,7 @@ class DistQueue(SampleQueue):
                 if left_s <= TURN_S and deadline_s is not None:
                     raise TimeoutError(answer.why)
                 turn = answer
-                log.info("%s, for %.0f s", answer.why, time.time() - answer.since_s)
+                log.info("%s, for %.0f s", answer.why, epoch_s() - answer.since_s)
                 continue
             delivery = self._received(answer)
             batch = self._copy(delivery, selection.columns)

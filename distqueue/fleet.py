@@ -5,7 +5,6 @@ The ledger (`segments.py`) decides which segment lies where and the shards copy 
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import ray
 
 from distqueue.actor_calls import GONE, RETRY_S, UNAVAILABLE
+from distqueue.clock import epoch_s
 from distqueue.config import QueueOptions
 from distqueue.core import QueueCore
 from distqueue.errors import DAMAGED, LOST, Damage, StorageFull
@@ -65,7 +65,7 @@ class Fleet:
         state = ShardState(name, node=node, folder=folder, max_bytes=max_bytes, recycles=recycles, spill=spill)
         self.core.ledger.add_shard(state)
         self.shards[name] = ShardHandle(node, shard)
-        self.core.writers.serve(time.time())
+        self.core.writers.serve(epoch_s())
         return name
 
     async def adopt(self) -> None:
@@ -79,7 +79,7 @@ class Fleet:
                     self.core.ledger.assign(segment.number, name)
             missing -= visible
         if missing:
-            lost = self.core.lose([s.number for s in segments if s.path in missing], "not found", time.time())
+            lost = self.core.lose([s.number for s in segments if s.path in missing], "not found", epoch_s())
             log.error("%d segments of the journal are not on any node; %d samples are lost", len(missing), len(lost))
         kept = [segment.path for segment in self.core.ledger.segments.values()]
         for handle in self.shards.values():
@@ -166,7 +166,7 @@ class Fleet:
         numbers = [segment.number for segment in self.core.ledger.of_shard(name)]
         self.core.ledger.shards[name].leaving = True
         self.shards.pop(name, None)
-        lost = self.core.lose(numbers, name, time.time())
+        lost = self.core.lose(numbers, name, epoch_s())
         log.error("%s has ended with its node; %d samples are lost with it: %s", name, len(lost), lost[:3])
 
     async def find_lost(self, numbers: Sequence[int]) -> None:
@@ -180,7 +180,7 @@ class Fleet:
             held = await self._ask(segment.shard, handle.actor.holds.remote(number, segment.path))
             if held is None or held or number not in known:
                 continue
-            lost = self.core.lose([number], "not found", time.time())
+            lost = self.core.lose([number], "not found", epoch_s())
             log.error("%s is missing or was overwritten; %d samples are lost", segment.path, len(lost))
 
     async def find_damaged(self, number: int) -> list[Damage]:
@@ -201,7 +201,7 @@ class Fleet:
                 found.append(Damage(self._queue, ids, column, path))
         for one in found:
             log.error("%s; these samples end as %s%s", one, LOST, DAMAGED)
-        self.core.lose_samples(list(dict.fromkeys(id for one in found for id in one.ids)), DAMAGED, time.time())
+        self.core.lose_samples(list(dict.fromkeys(id for one in found for id in one.ids)), DAMAGED, epoch_s())
         return found
 
     async def _ask(self, shard: str, answer: Awaitable[Answer]) -> Answer | None:
@@ -252,7 +252,7 @@ class Fleet:
             live = [segment for segment in segments if segment.live and not segment.dead]
             if not live:  # the rest is still being written, or copied for a checkpoint
                 await asyncio.sleep(0.05)
-                self.core.tick(time.time())
+                self.core.tick(epoch_s())
             for segment in live:
                 if segment.number in ledger.segments:
                     await self._move(segment)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distqueue.clock import epoch_s
 from distqueue.errors import QueueClosed
 from distqueue.journal import is_journal, read_folder
 
@@ -130,7 +131,7 @@ def journal_state(folder: Path) -> dict[str, Any]:
     if stored.snapshot is None:
         raise ValueError(f"journal {folder}: it holds no state yet")
     core = QueueCore.recover(stored.snapshot, stored.events, has_gaps=bool(stored.missing))
-    return core.state(time.time()) | {"name": "", "journal": str(folder), "damage": stored.damage}
+    return core.state(epoch_s()) | {"name": "", "journal": str(folder), "damage": stored.damage}
 
 
 def state_text(state: dict[str, Any]) -> str:

@@ -5,11 +5,11 @@ waiter sleeps until it is answered or reaches its deadline; a timer runs only wh
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from typing import Any
 
+from distqueue.clock import epoch_s
 from distqueue.config import LEASE_S
 from distqueue.core import QueueCore
 from distqueue.interface import Change, SampleQueue
@@ -64,7 +64,7 @@ class LocalQueue(SampleQueue):
         answer: futures.Future[Located] = futures.Future()
         selection = request.selection()
         with self._lock:
-            waiter = self._core.ask(selection, now_s=time.time(), answer=resolving(answer, self._locate))
+            waiter = self._core.ask(selection, now_s=epoch_s(), answer=resolving(answer, self._locate))
             self._follow_up()
         try:
             await_first(answer, left, request.timeout_s)
@@ -75,7 +75,7 @@ class LocalQueue(SampleQueue):
         except BaseException:
             with self._lock:
                 if answer.done() and not answer.exception() and not self._core.closed:
-                    self._core.give_back(selection.task, answer.result()[0].ids, time.time())
+                    self._core.give_back(selection.task, answer.result()[0].ids, epoch_s())
             raise
         finally:
             with self._lock:
@@ -83,12 +83,12 @@ class LocalQueue(SampleQueue):
 
     def stats(self) -> dict[str, float]:
         with self._lock:
-            self._core.tick(time.time())
-            return self._core.stats(time.time())
+            self._core.tick(epoch_s())
+            return self._core.stats(epoch_s())
 
     def state(self) -> dict[str, Any]:
         with self._lock:
-            return self._core.state(time.time())
+            return self._core.state(epoch_s())
 
     def close(self) -> None:
         with self._lock:
@@ -106,7 +106,7 @@ class LocalQueue(SampleQueue):
             with self._lock:
                 self._payloads[segment.path] = columns
                 try:
-                    return self._core.commit(segment.number, segment.path, time.time())
+                    return self._core.commit(segment.number, segment.path, epoch_s())
                 except LookupError:  # this thread ran again only after lease_s: its reservation has expired
                     self._payloads.pop(segment.path, None)
                 finally:
@@ -114,7 +114,7 @@ class LocalQueue(SampleQueue):
 
     def _change(self, change: Change[...], *args: Any) -> None:
         with self._lock:
-            change(self._core, *args, time.time())
+            change(self._core, *args, epoch_s())
             self._follow_up()
 
     def _look(self, look: Callable[..., Any], *args: Any) -> Any:
@@ -125,7 +125,7 @@ class LocalQueue(SampleQueue):
         answer: futures.Future[Segment] = futures.Future()
         with self._lock:
             writer = self._core.ask_room(
-                Put.of(batch, claim), node=HERE, nbytes=batch.nbytes, now_s=time.time(), answer=resolving(answer)
+                Put.of(batch, claim), node=HERE, nbytes=batch.nbytes, now_s=epoch_s(), answer=resolving(answer)
             )
             self._follow_up()
         try:
@@ -136,7 +136,7 @@ class LocalQueue(SampleQueue):
             with self._lock:
                 self._core.writers.leave(writer)
                 if answer.done() and not answer.exception():
-                    self._core.cancel(answer.result().number, time.time())
+                    self._core.cancel(answer.result().number, epoch_s())
             raise
 
     def _follow_up(self) -> None:
@@ -146,11 +146,11 @@ class LocalQueue(SampleQueue):
         self._core.ledger.discards.clear()
         if self._core.closed or not self._core.awaited:
             return
-        next_s = self._core.tick(time.time())
+        next_s = self._core.tick(epoch_s())
         if next_s is not None and next_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer, self._timer_s = threading.Timer(max(0.0, next_s - time.time()), self._expire), next_s
+            self._timer, self._timer_s = threading.Timer(max(0.0, next_s - epoch_s()), self._expire), next_s
             self._timer.daemon = True
             self._timer.start()
 

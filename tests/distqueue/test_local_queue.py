@@ -41,6 +41,19 @@ def test_a_sample_passes_through_its_stages_and_is_freed() -> None:
     assert (stats["distqueue/rows"], stats["distqueue/bytes"], stats["distqueue/ended/done"]) == (0, 0, 2)
 
 
+@pytest.mark.parametrize("jump_s", [3600, -3600])
+def test_setting_the_clock_of_the_machine_ends_no_lease_and_keeps_none(monkeypatch, jump_s) -> None:
+    queue = LocalQueue(["train"], lease_s=60)
+    queue.put(batch_of("a"))
+    assert queue.get("train", ["tokens"], 1).ids == ("a",)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    with pytest.raises(TimeoutError):
+        queue.get("train", ["tokens"], 1, timeout_s=0.05)
+    assert queue.stats()["distqueue/train/leased"] == 1 and 0 <= queue.stats()["distqueue/train/age_s"] < patience(60)
+    queue.close()
+
+
 def test_a_writer_claims_the_samples_it_works_on_and_learns_their_lengths_without_reading() -> None:
     queue = LocalQueue(["reward", "train"], lease_s=30)
     queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.ones(3), torch.ones(5)], "answer": ["x", "yy"]}))
