@@ -16,7 +16,7 @@ from fusion.resources import parser_of
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("chats", type=Path, help="JSON Lines or JSON file with a chat in each row")
+    parser.add_argument("chats", type=Path, help="JSON Lines, JSON or Parquet file with a chat in each row")
     parser.add_argument("model", type=Path, help="Hugging Face folder of the model, with a chat template")
     parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")
     parser.add_argument("--messages", default="messages", help="field of a row with its messages")

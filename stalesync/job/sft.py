@@ -1,6 +1,6 @@
 """Fine-tune a model on chats by supervised learning, on one card: what the assistant says is trained, the rest is read.
 
-    JSON Lines ─► chats ─ ChatTokenizer ─► tokens, mask ─► batches ─ train_supervised ─► Hugging Face folder
+    file ─► chats ─ ChatTokenizer ─► tokens, mask ─► batches ─ train_supervised ─► Hugging Face folder
 
 Teaches a model the format of a tool before its calls are rewarded. A share of the chats is held out; how well they are
 predicted is reported, and may end the training.
@@ -30,7 +30,8 @@ from fusion.training.algorithms import cross_entropy
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync.job.tokenizer_folder import load_tokenizer
 from stalesync.prompts import DataConfig
-from stalesync.prompts.chats import normalize_chat
+from stalesync.prompts.chats import normalize_chat, without_nulls
+from stalesync.prompts.files import open_rows
 from stalesync.prompts.json_rows import JsonRows
 from stalesync.prompts.template import Chat, ChatTemplate
 
@@ -117,7 +118,7 @@ class FineTuning:
 def fine_tune(
     chats: str | Path, model: str | Path, folder: str | Path, device: Device, plan: FineTuning = FineTuning()
 ) -> float:
-    """Fine-tune the model of a Hugging Face folder on the chats of a JSON or JSON Lines file; save it with its
+    """Fine-tune the model of a Hugging Face folder on the chats of a JSON, JSON Lines or Parquet file; save it with its
     tokenizer in another folder. Return the mean probability of what the assistant says in a held-out chat: the share of
     them that it would sample to the token. Raise ValueError if ``folder`` is a file, a setting of ``plan`` has a wrong
     value, model or tokenizer cannot be used, the template ends no turn of the assistant, or a chat (named) is not one,
@@ -193,10 +194,14 @@ def read_chats(path: str | Path, tokenize: ChatTokenizer, plan: FineTuning) -> l
     """Read the chats of a file; raise ValueError, with the row (counted from 0), for one that cannot be used."""
     if not Path(path).stat().st_size:
         raise ValueError(f"{path}: the file is empty")
-    rows, examples = JsonRows(Path(path), ""), []
+    try:
+        rows = open_rows(Path(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    examples = []
     for index in range(len(rows)):
         try:
-            fields = rows[index]
+            fields = rows[index] if isinstance(rows, JsonRows) else without_nulls(rows[index])
             if not isinstance(messages := fields.get(plan.messages), list):
                 has = ", ".join(fields) or "none"
                 raise ValueError(f"expected a list of messages in the field {plan.messages!r}; its fields: {has}")

@@ -68,6 +68,13 @@ def _normalize(message: Any) -> dict[str, Any]:
     return given | {"content": content}
 
 
+def without_nulls(value: Any) -> Any:
+    """Return a value of a Parquet file without the nulls of its objects: there all have the fields of any of them."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
+
+
 def _calls(calls: Any) -> list[dict[str, Any]]:
     """Return calls of tools in the form of OpenAI's API, with arguments as objects, as most templates read them.
     Raise ValueError: one is neither such a call nor its function alone."""

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
-from stalesync.prompts.chats import normalize_chat
+from stalesync.prompts.chats import normalize_chat, without_nulls
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.json_rows import JsonRows, path_of, value_at
 from stalesync.prompts.rows import Row, Rows
@@ -146,7 +146,7 @@ class FileRows(Rows):
         config = self._config
         prompt, answer = (self._value(columns, key) for key in ("prompt_field", "answer_field"))
         if isinstance(prompt, list):
-            prompt = normalize_chat(prompt)
+            prompt = normalize_chat(prompt if isinstance(self._table, JsonRows) else without_nulls(prompt))
         elif not isinstance(prompt, str):
             raise ValueError(
                 f"data.prompt_field={config.prompt_field!r} holds a {type(prompt).__name__}; "
@@ -208,10 +208,16 @@ def _open(config: DataConfig) -> tuple[RowsByIndex, str]:
     if not path.stat().st_size:
         raise ValueError(f"data.source={config.source!r}: the file is empty")
     try:
-        table = _parquet(path) if path.suffix == ".parquet" else JsonRows(path, config.answer_field)
+        table = open_rows(path, config.answer_field)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.source={config.source!r}: cannot be read: {error}") from error
     return table, _digest(path)
+
+
+def open_rows(path: Path, text_field: str = "") -> RowsByIndex:
+    """Open a JSON, JSON Lines or Parquet file. ``text_field``: of `JsonRows`. Raise OSError or ValueError if it cannot
+    be read."""
+    return _parquet(path) if path.suffix == ".parquet" else JsonRows(path, text_field)
 
 
 def _digest(path: Path) -> str:

@@ -9,8 +9,8 @@ import pytest
 
 from fusion.npu import open_device
 from stalesync.job.base_model import make_base_model
-from stalesync.job.sft import FineTuning, fine_tune
-from stalesync.prompts import make_tokenizer
+from stalesync.job.sft import ChatTokenizer, FineTuning, fine_tune, read_chats
+from stalesync.prompts import ChatTemplate, DataConfig, make_tokenizer
 from tests.helpers import tiny_checkpoint
 
 TURNS = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "no"}]
@@ -95,6 +95,30 @@ def test_a_model_that_no_longer_computes_numbers_is_not_saved(tmp_path, model, n
             chats_of(tmp_path, *[TURNS] * num_chats), model, tmp_path / "tuned", open_device("emulated"), plan=plan
         )
     assert not (tmp_path / "tuned").exists()
+
+
+def test_a_parquet_file_teaches_the_same_as_json_lines(tmp_path, model):
+    import pyarrow.parquet
+
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    calls = [call, {"function": {"name": "neg", "arguments": {"b": 2}}}]
+    said = [{"role": "assistant", "content": "", "tool_calls": [one]} for one in calls]
+    chats = [[TURNS[0], {"role": "assistant", "content": "no"}], *([TURNS[0], turn] for turn in said)]
+    written = chats_of(tmp_path, *chats)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{"messages": chat} for chat in chats]), tmp_path / "chats.parquet"
+    )
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "message.content", "message.content ~ (message.tool_calls | default('') | string)"
+    )
+    tokenize = ChatTokenizer(ChatTemplate(DataConfig(), tokenizer), tokenizer)
+    plan = FineTuning()
+    found = read_chats(tmp_path / "chats.parquet", tokenize, plan)
+    assert found == read_chats(written, tokenize, plan) and '{"b": 2}' in tokenizer.decode(found[2].ids)
+    (tmp_path / "chats.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="chats.parquet: cannot be read: "):
+        read_chats(tmp_path / "chats.parquet", tokenize, plan)
 
 
 def test_a_file_is_not_replaced_by_the_checkpoint(tmp_path, model):
