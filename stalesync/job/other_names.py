@@ -11,6 +11,7 @@ _NAMES = {
     "data.answer_field=reward_model.ground_truth": "reward_model.ground_truth",
     "data.chat_template_kwargs": "data.apply_chat_template_kwargs",
     "data.prompts_per_step": "data.train_batch_size",
+    "data.long_prompts": "data.truncation",
     "rollout.max_response_length": "data.max_response_length max_completion_length",
     "data.long_prompts=skip": "data.filter_overlong_prompts",
     "algorithm.group_size": "actor_rollout_ref.rollout.n num_generations",
@@ -25,7 +26,7 @@ _NAMES = {
     "eval.top_k": "actor_rollout_ref.rollout.val_kwargs.top_k",
     "algorithm.minibatches": "actor_rollout_ref.actor.ppo_mini_batch_size",
     "training.token_budget": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "": "actor_rollout_ref.actor.ppo_epochs num_iterations",
+    "": "actor_rollout_ref.actor.ppo_epochs num_iterations algorithm.gamma algorithm.lam",
     "training.lr": "actor_rollout_ref.actor.optim.lr learning_rate",
     "training.betas": "actor_rollout_ref.actor.optim.betas",
     "training.schedule": "actor_rollout_ref.actor.optim.lr_scheduler_type lr_scheduler_type",
@@ -74,6 +75,7 @@ _NAMES = {
     "algorithm.name and algorithm.loss_aggregation": "loss_type",
     "reward.terms": "reward_weights",
     "algorithm.correction": "vllm_importance_sampling_correction",
+    "rollout.backend=vllm": "use_vllm",
     "model.dtype": "bf16",
     "run.dir and run.name": "output_dir",
 }
@@ -81,6 +83,7 @@ OTHER_NAMES = {name: here for here, names in _NAMES.items() for name in names.sp
 """Key by its name in verl or TRL; "": there is no counterpart. The table is that of docs/coming_from.md."""
 
 NOTES = {
+    "data.long_prompts": "refuse or skip: no prompt is cut",
     "algorithm.minibatches": "the number of minibatches, not their size",
     "cluster.npus": "cards of all nodes together",
     "run.steps": "steps, not epochs",

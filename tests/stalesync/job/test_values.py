@@ -248,6 +248,20 @@ def test_hints_are_those_of_the_tables_in_the_docs():
 
 
 @pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("data.truncation", "it is data.long_prompts here (refuse or skip: no prompt is cut)"),
+        ("algorithm.gamma", "there is none like it here (docs/coming_from.md)"),
+        ("use_vllm", "it is rollout.backend=vllm here"),
+    ],
+)
+def test_a_setting_that_is_another_one_here_is_answered_with_it(key, hint):
+    with pytest.raises(ValueError) as refused:
+        check_overrides([f"{key}=1"])
+    assert str(refused.value) == f"unknown key {key!r}; {hint}"
+
+
+@pytest.mark.parametrize(
     "foreign",
     ["critic.optim.lr", "reward_model.model.path", "actor_rollout_ref.actor.use_dynamic_bsz", "critic.custom.name"],
 )
