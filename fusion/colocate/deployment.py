@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fusion.colocate.config import OWN_CARDS, FusionConfig
+from fusion.telemetry.keys import as_yaml
 
 
 class Role(str, Enum):
@@ -98,7 +99,7 @@ def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool)
     actor = npus - score
     infer = 0 if not has_infer_cards else actor // 2 if config.infer_cards is None else config.infer_cards
     if actor - infer < 1 or (has_infer_cards and infer < 1):
-        keys = f"fusion.infer_cards={config.infer_cards} and fusion.score_cards={score}"
+        keys = f"fusion.infer_cards={as_yaml(config.infer_cards)} and fusion.score_cards={score}"
         raise ValueError(
             f"fusion.deployment={name} on cluster.npus={npus} with {keys}: expected at least one card that trains"
             + (" and one that only generates" if has_infer_cards else "")

@@ -76,7 +76,7 @@ class SamplingConfig(Group, path="rollout.sampling"):
 class EngineConfig(Group, path="rollout.engine"):
     """How many sequences and tokens an engine computes at a time, and how much memory it takes."""
 
-    block_size: int = key(16, at_least=BLOCK_MULTIPLE, read_by="simulate")
+    block_size: int = key(16, at_least=BLOCK_MULTIPLE, at_most=1 << 20, read_by="simulate")
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16. Rounded up to a multiple of
     what the card's attention reads, 128 on Ascend, 256 on CUDA, on each of the parallel.infer.dcp ranks that share
     it."""

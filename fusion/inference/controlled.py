@@ -21,6 +21,7 @@ from fusion.inference.verification import Drafter
 from fusion.inference.waiting import WaitingLine
 from fusion.model import Mesh, WeightHolder
 from fusion.npu import Device
+from fusion.telemetry.keys import as_yaml
 
 
 class ControlledEngine(ABC):
@@ -168,8 +169,8 @@ class ControlledEngine(ABC):
         (blocks,) = self.control.min_over_ranks([blocks])
         if blocks < 1:
             raise ValueError(
-                f"rollout.engine.kv_fraction={limits.kv_fraction} (max_kv_tokens={limits.max_kv_tokens}): the KV cache "
-                f"gets no block of {block_tokens} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
+                f"rollout.engine.kv_fraction={limits.kv_fraction} (max_kv_tokens={as_yaml(limits.max_kv_tokens)}): the "
+                f"KV cache gets no block of {block_tokens} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
             )
         self.capacity_tokens = blocks * block_tokens
         for seq in chain(*self._sequences()):

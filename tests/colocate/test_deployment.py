@@ -54,7 +54,7 @@ def test_every_role_has_its_cards_and_no_engine_straddles(config, npus, referenc
 @pytest.mark.parametrize(
     ("changes", "npus", "message"),
     [
-        ({"deployment": "separate"}, 1, "fusion.deployment=separate on cluster.npus=1 with fusion.infer_cards=None"),
+        ({"deployment": "separate"}, 1, "fusion.deployment=separate on cluster.npus=1 with fusion.infer_cards=null"),
         ({"deployment": "hybrid", "infer_cards": 4}, 4, "expected at least one card that trains and one that only gen"),
         ({"score_cards": 4}, 4, "fusion.score_cards=4: expected at least one card that trains"),
     ],

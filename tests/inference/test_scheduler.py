@@ -229,11 +229,12 @@ def test_siblings_are_apart_where_their_prompt_is_short_and_they_are_not_placed_
 
 def test_config_names_the_key_of_a_value_out_of_range():
     RolloutConfig().validate()
-    for key, value in dict(
+    refused = dict(
         temperature=-1, top_p=0.0, top_k=-2, min_p=1.5, max_response_length=0, block_size=24, max_seqs=0,
         max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0, suspended="drop", max_parked_mib=0,
         chunk_tokens=0,
-    ).items():  # fmt: skip
+    )  # fmt: skip
+    for key, value in (*refused.items(), ("block_size", 1 << 40)):
         try:
             rollout_config(**{key: value}).validate()
         except ValueError as error:
