@@ -61,6 +61,7 @@ COLUMNS = (
     _optional("zero\nadv.", "critic/advantages/zero_share", share, width=5),
     _optional("cut", "response_length/clip_ratio", share, width=4),
     _optional("failed", "reward/failed_share", share, width=6),
+    _optional("env\nfailed", "env/failed", lambda groups: f"{groups:.0f}", width=6),
     _optional("ESS", "rollout_corr/rollout_is_eff_sample_size", share, width=5),
     _optional("kept\nmass", "training/kept_mass_mean", lambda value: f"{value:.3f}", width=5),
     StepColumn("length", ("response_length/mean",), lambda value: f"{value:.1f}", width=6),

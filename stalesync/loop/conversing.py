@@ -172,6 +172,7 @@ class Conversing:
         metrics.spread("env/num_tool_calls", [one.num_tool_calls for one in taken])
         metrics.spread("env/seconds", [one.seconds for one in taken])
         metrics.add("env/retries_total", self.conversations.take_num_retries())
+        metrics.add("env/failed", 0, rule="sum")
         metrics.update(self._metrics.result())
         self._metrics = Metrics()
         return {one.id: one for one in taken}
@@ -237,14 +238,15 @@ class Conversing:
 
     def _fail(self, failed: FailGroup) -> None:
         log.error("group %r fails, as an environment has failed (%s): %s", failed.group, failed.kind, failed.detail)
-        self._metrics.add(f"env/failed_{failed.kind}", 1, rule="sum")
         self.environments.pool.end(self._groups.ids_of(failed.group))
         self._to_cancel[failed.group] = failed.kind
         self._observe_failed(failed.group, failed.kind, failed.detail)
 
     def _observe_failed(self, group: str, kind: str, detail: str) -> None:
-        """Count the samples of a group whose environment failed among those that have no reward: a run ends where these
-        are many."""
+        """Count a group whose environment failed, and its samples among those that have no reward: a run ends where
+        these are many."""
+        for name in ("env/failed", f"env/failed_{kind}"):
+            self._metrics.add(name, 1, rule="sum")
         outcome = RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail)
         self._scorer.observe_outcomes([outcome] * len(self._groups.ids_of(group)))
 

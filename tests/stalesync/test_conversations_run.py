@@ -219,7 +219,10 @@ def test_an_environment_that_fails_ends_its_group_by_name_and_no_other(chatting,
         cut = "a conversation that was cut in its first turn asks no environment"
         assert ended == (f"failed:env_{kind}" if kind else "trained") or ended == "trained", (group, ended, cut)
     assert all(prompt[0] in "26789" or prompt[0] in expected for prompt in rows)
-    assert rows_of(run)[-1]["reward/failed"] == 0, "a failure of an environment is no reward"
+    row = rows_of(run)[-1]
+    kinds = Counter(ended.replace("failed:env_", "env/failed_") for ended in failed.values())
+    assert row["env/failed"] == len(failed) and {**kinds} == {name: row.get(name) for name in kinds}
+    assert row["reward/failed"] == 0, "a failure of an environment is no reward"
 
 
 @pytest.mark.extended

@@ -76,14 +76,15 @@ def test_the_signal_of_a_step_comes_first_where_it_was_measured():
         "critic/advantages/zero_share": 0.3,
         "response_length/clip_ratio": 0.05,
         "reward/failed_share": 0.01,
+        "env/failed": 3.0,
         "rollout_corr/rollout_is_eff_sample_size": 0.98,
         "training/kept_mass_mean": 0.912,
     }
     columns = columns_for(ROW | signal)
-    titles = [column.title.replace("\n", " ") for column in columns[2:8]]
-    assert titles == ["live groups", "zero adv.", "cut", "failed", "ESS", "kept mass"]
-    assert [column.cell(ROW | signal) for column in columns[2:8]] == ["75%", "30%", "5%", "1%", "98%", "0.912"]
-    assert [*columns[:2], *columns[8:]] == [*columns_for(ROW)]
+    titles = [column.title.replace("\n", " ") for column in columns[2:9]]
+    assert titles == ["live groups", "zero adv.", "cut", "failed", "env failed", "ESS", "kept mass"]
+    assert [column.cell(ROW | signal) for column in columns[2:9]] == ["75%", "30%", "5%", "1%", "3", "98%", "0.912"]
+    assert [*columns[:2], *columns[9:]] == [*columns_for(ROW)]
 
 
 def test_a_long_step_is_not_silent(monkeypatch):
