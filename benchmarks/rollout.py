@@ -37,11 +37,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.harness import Arguments, Benchmark, Figures, Option, progress
 
+PUBLISHED_TOKENS = 16384
+"""Maximum length of the responses whose ratios RhymeRL has published"""
 BENCHMARK = Benchmark(
     __doc__,
     [
         Option("seeds", 10, smoke=1, help="seeds of `orders`, `replay` and `rhyme`"),
         Option("first_seed", 1, help="first seed of `rhyme`"),
+        Option("max_tokens", PUBLISHED_TOKENS, help="of `rhyme`: maximum length of responses"),
         Option("workloads", "moonlight,qwen2_vl_72b,kimi_k2", smoke="moonlight", help="of `replay`"),
         Option("texts", "", help="of `replay`, `rhyme`: recorded responses, whose acceptance of drafts is used, too"),
     ],
@@ -293,10 +296,10 @@ def replayed(plain: Sequence[Rollout], rollouts: Sequence[Rollout], published: f
 # ---- rhyme
 
 
-def _simulate_rhyme(case: tuple[str, int, int, str]) -> float:
+def _simulate_rhyme(case: tuple[str, int, int, int, str]) -> float:
     """Simulate two epochs of a mode; return the tokens a second of the second one."""
-    name, seed, part, texts = case
-    mode, workload = drafted(RHYME[name], texts), WORKLOADS["rhyme"].fewer(part)
+    name, seed, part, max_tokens, texts = case
+    mode, workload = drafted(RHYME[name], texts), replace(WORKLOADS["rhyme"].fewer(part), max_tokens=max_tokens)
     rows = workload.prompts * STEPS_OF_EPOCH
     # Two steps more than are measured: a run does not admit what it has no step left to train.
     setup, lengths = prepared(workload, mode, seed, steps=2 * STEPS_OF_EPOCH + 2, rows=rows)
@@ -306,14 +309,15 @@ def _simulate_rhyme(case: tuple[str, int, int, str]) -> float:
 
 
 def rhyme(args: Arguments) -> Figures:
-    seeds, part = range(args.first_seed, args.first_seed + args.seeds), args.part_of_requests
+    seeds, size = range(args.first_seed, args.first_seed + args.seeds), (args.part_of_requests, args.max_tokens)
+    published = WORKLOADS["rhyme"].ratio if args.max_tokens == PUBLISHED_TOKENS else {}
     modes = [(name, "") for name in RHYME]
     modes += [(name, args.texts) for name, mode in RHYME.items() if args.texts and mode.drafts is not None]
-    speed = in_processes(_simulate_rhyme, [(mode, seed, part, texts) for mode, texts in modes for seed in seeds])
+    speed = in_processes(_simulate_rhyme, [(mode, seed, *size, texts) for mode, texts in modes for seed in seeds])
     figures: Figures = {}
     for name, texts in modes:
-        own = [speed[name, seed, part, texts] for seed in seeds]
-        plain, mode = [speed["plain", seed, part, ""] for seed in seeds], f"{name}, texts" if texts else name
-        found = compared(plain, own, WORKLOADS["rhyme"].ratio.get(name)) | {"tokens_per_s": mean(own)}
+        own = [speed[(name, seed, *size, texts)] for seed in seeds]
+        plain, mode = [speed[("plain", seed, *size, "")] for seed in seeds], f"{name}, texts" if texts else name
+        found = compared(plain, own, published.get(name)) | {"tokens_per_s": mean(own)}
         figures[mode] = progress(mode, found)
     return figures | {"full_over_histospec": figures["full"]["ratio"] / figures["histospec"]["ratio"]}
