@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+
 import pytest
 
 from stalesync.prompts.lengths import ForcedLengths
