@@ -22,7 +22,7 @@ from types import ModuleType
 
 from fusion.npu.emulator.build import BuildError, load_extension
 
-__all__ = ["BuildError", "install", "is_installed"]
+__all__ = ["BuildError", "install"]
 
 _lock = threading.Lock()
 _extension: ModuleType | None = None
@@ -51,11 +51,6 @@ def install() -> ModuleType:
             atexit.register(_wait_for_backward_threads)
             _extension = extension
         return _extension
-
-
-def is_installed() -> bool:
-    """Return whether the device `npu` of this process is the emulated one."""
-    return _extension is not None
 
 
 def _wait_for_backward_threads() -> None:

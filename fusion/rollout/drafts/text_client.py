@@ -3,7 +3,7 @@
     note ─► changed texts ─ take ─► pieces, cursors of prompts with running requests ─► store
     apply ◄─ pieces of others ◄─ observe ◄─ reply ◄─────────────────────────────────────┘
 
-One message is under way at a time. A message that is lost changes nothing: what it held is sent again with the next.
+One message is under way at a time; nothing follows one that is not answered (`exchange`).
 
 Invariant (property-tested): after a message that is answered, the store has every text that was noted before it, as far
 as it has not dropped it; a writer whose piece does not join what the store has sends from there next time."""
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fusion.rollout.drafts.pieces import TextPiece
 
 MAX_SENT_TOKENS = 1 << 18
-"""Of a message, at most; what is left follows with the next"""
+"""Maximum of a message; what is left follows with the next"""
 
 
 class TextMessage(NamedTuple):
@@ -30,7 +30,7 @@ class TextMessage(NamedTuple):
 
 
 @dataclass
-class _Text:
+class _SentText:
     """A response that grows. ``stored``: the number of tokens that the store has, as far as is known."""
 
     prompt: bytes
@@ -43,12 +43,12 @@ class TextClient:
     """One writer's view of the store. ``sent_tokens``: since construction."""
 
     def __init__(self) -> None:
-        self._changed: dict[str, _Text] = {}
+        self._changed: dict[str, _SentText] = {}
         """Requests with tokens that the store has not, as far as is known"""
-        self._stored: dict[bytes, dict[str, _Text]] = {}
+        self._stored: dict[bytes, dict[str, _SentText]] = {}
         """Other requests of this engine, by prompt"""
-        self._sent: dict[str, tuple[_Text, int]] = {}
-        """Of the message under way: request → its text, and the length of it that was sent"""
+        self._sent: dict[str, tuple[_SentText, int]] = {}
+        """Texts of the message under way by request, each with the length of it that was sent"""
         self._asked: set[bytes] = set()
         """Prompts that the message under way asks for"""
         self._cursors: dict[bytes, int] = {}
@@ -62,7 +62,7 @@ class TextClient:
             return
         text = self._stored.get(prompt, {}).pop(request, None)
         if text is None or text.tokens is not tokens:
-            text = _Text(prompt, group, tokens, stored=known)
+            text = _SentText(prompt, group, tokens, stored=known)
         text.stored = max(text.stored, known)
         self._changed[request] = text
 
@@ -103,8 +103,4 @@ class TextClient:
             text.stored = behind.get(request, length)
             if text.stored == len(text.tokens) and self._changed.get(request) is text:
                 self._stored.setdefault(text.prompt, {})[request] = self._changed.pop(request)
-        self._sent = {}
-
-    def observe_lost(self) -> None:
-        """Record that the message under way was not answered."""
         self._sent = {}
