@@ -1,11 +1,13 @@
 """Every package exports exactly the names that its `__init__.pyi` lists, whatever has been imported before, and imports
-only the packages that CONTRIBUTING.md allows."""
+only the packages that CONTRIBUTING.md allows; no two classes have one name."""
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,12 @@ def test_packages_import_only_what_contributing_allows():
             if package == "fusion.colocate" and str(relative) not in PACED:
                 assert "fusion.costmodel" not in imports_of(path), relative
     assert seen - {"fusion"} == set(MAY_IMPORT)
+
+
+def test_a_name_of_a_class_is_taken_once():
+    texts = (path.read_text() for room in ("distqueue", "fusion", "stalesync") for path in (ROOT / room).rglob("*.py"))
+    names = Counter(name for text in texts for name in re.findall(r"^class (\w+)", text, re.MULTILINE))
+    assert len(names) > 500 and [name for name, times in names.items() if times > 1] == []
 
 
 def test_contributing_has_a_row_for_every_package():

@@ -17,7 +17,7 @@ from distqueue.samples.pages import NONE, Field, Pages
 MAX_SEGMENT = (1 << 31) - 1
 
 
-class Segments:
+class RowSegments:
     """The parts of the rows in `rows`, and the live segments in which they lie."""
 
     def __init__(self, rows: Pages, page_rows: int) -> None:
@@ -70,7 +70,7 @@ class Segments:
         return located
 
     def release(self, slots: np.ndarray) -> tuple[int, ...]:
-        """Remove ended rows. Returns the segments that have no live row left, ascending."""
+        """Remove ended rows. Return the segments that have no live row left, ascending."""
         segments = [where for _, _, where, _ in self._parts_of(slots)]
         if not segments:
             return ()
@@ -106,7 +106,7 @@ class Segments:
         return parts
 
     def _count(self, where: np.ndarray, by: int) -> np.ndarray:
-        """Add `by` live rows for every occurrence of a segment's slot. Returns the distinct slots."""
+        """Add `by` live rows for every occurrence of a segment's slot. Return the distinct slots."""
         slots, times = np.unique(where, return_counts=True)
         self.live.values[slots] += (by * times).astype(np.int32)
         return slots

@@ -14,7 +14,7 @@ from distqueue.samples.columns import Columns
 from distqueue.samples.endings import Endings
 from distqueue.samples.names import NameTable, Texts
 from distqueue.samples.pages import NONE, Pages
-from distqueue.samples.segments import Segments
+from distqueue.samples.segments import RowSegments
 from distqueue.samples.types import Ended
 from distqueue.samples.views import Views
 
@@ -31,7 +31,7 @@ class State:
         self.born_s = self.pages.field(np.float64)
         self.versions = self.pages.field(np.int32, (2,))
         self.columns = Columns(self.pages)
-        self.segments = Segments(self.pages, page_rows)
+        self.segments = RowSegments(self.pages, page_rows)
         self.claims = Claims(self.pages, tasks, lease_s)
         self.groups = Texts()
         self.endings = Endings(remembered)
@@ -40,7 +40,7 @@ class State:
     def create(
         self, ids: Sequence[str], numbers: np.ndarray, born_s: np.ndarray | float, groups: Iterable[str] = ()
     ) -> np.ndarray:
-        """Create rows without columns. `groups`: of each, "" for none; (): they have none. Returns their slots."""
+        """Create rows without columns. `groups`: of each, "" for none; (): they have none. Return their slots."""
         slots = self.pages.add(numbers)
         self.born_s.values[slots] = born_s
         self.versions.values[slots] = UNKNOWN

@@ -18,8 +18,9 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED, parked_s
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
+from fusion.telemetry.memory import GIB
 
-GIB, GB = 2.0**30, 1e9
+GB = 1e9
 SECONDS = ("step_s", "train_s", "generate_s", "switch_s")
 LINKS = {
     "card": "inside a card",

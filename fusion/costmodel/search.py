@@ -17,9 +17,7 @@ from fusion.costmodel.switch_time import Switch, pessimistic, to_infer, to_train
 from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
-from fusion.telemetry.memory import human_bytes
-
-GIB = 2.0**30
+from fusion.telemetry.memory import GIB, human_bytes
 
 
 @dataclass(frozen=True)

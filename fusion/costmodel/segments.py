@@ -30,7 +30,7 @@ class Side:
         return self.first + self.parallel.world
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """What the ranks of both layouts hold of a dimension, in the order of their coordinates on ``axis``."""
 
     axis: Axis
@@ -42,7 +42,7 @@ class Tensors(NamedTuple):
     """Tensors that the ranks divide alike, along each of ``cuts``. ``same_storage``: a segment that a die keeps stays
     in its storage unit, so that nothing is copied."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[AxisCut, ...]
     same_storage: bool
 
 
@@ -85,7 +85,7 @@ def _dense(shape: Shape, scope: Scope, source: Parallel, target: Parallel) -> Co
         if not before.in_units:
             continue
         whole = {*before.shares, *after.shares} == {WHOLE}
-        cuts = () if whole else (Cut("tp", before.shares, after.shares),)
+        cuts = () if whole else (AxisCut("tp", before.shares, after.shares),)
         numel[Tensors(cuts, source.tp == target.tp or not before.tp_sharded)] += before.numel
     return numel
 
@@ -93,7 +93,7 @@ def _dense(shape: Shape, scope: Scope, source: Parallel, target: Parallel) -> Co
 def _experts(shape: Shape, kind: int, source: Parallel, target: Parallel) -> Counter[Tensors]:
     """Return the elements of the experts of a layer, which EP and ETP divide evenly."""
     axes: tuple[Axis, ...] = ("ep", "etp")
-    cuts = tuple(Cut(axis, *(_even(getattr(side, axis)) for side in (source, target))) for axis in axes)
+    cuts = tuple(AxisCut(axis, *(_even(getattr(side, axis)) for side in (source, target))) for axis in axes)
     size = shape.routed_of(kind)
     return Counter({Tensors(cuts, source.etp == target.etp): size} if size else {})
 
@@ -127,7 +127,7 @@ def _coordinates(parallel: Parallel, axis: Axis, place: Array) -> Array:
     return parallel.coordinate(axis, place)  # type: ignore[arg-type, return-value]
 
 
-def _slicing(cut: Cut) -> tuple[Array, list[Array]]:
+def _slicing(cut: AxisCut) -> tuple[Array, list[Array]]:
     """Return the segments of a cut dimension: share of the dimension [G]; per side, who holds which [G, ranks]."""
     shares = cut.source, cut.target
     of = lcm(*(size for side in shares for _, _, size in side))

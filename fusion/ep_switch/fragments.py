@@ -21,7 +21,7 @@ from fusion.model.bucket_plan import BucketPlan
 
 
 class Slab:
-    """Represents one distinct content of storage units. ``groups``: the ranks that own one, by group; ``indices``: the
+    """Represent one distinct content of storage units. ``groups``: the ranks that own one, by group; ``indices``: the
     index of the unit with this content on the ranks of each group."""
 
     __slots__ = ("groups", "indices", "unit")
@@ -45,9 +45,9 @@ Key = tuple[int | None, str]
 
 
 class Fragment(NamedTuple):
-    """Represents elements that the same slabs of the source hold and the same slabs of the target need: one box, or
+    """Represent elements that the same slabs of the source hold and the same slabs of the target need: one box, or
     boxes that are contiguous in all of these slabs (then ``shape`` is flat), as in `Move`. The names of ``regions`` are
-    those of the kind of a layer (`named`); a place names a slab by its number in the layer (`Family.slabs`)."""
+    those of the kind of a layer (`named`); a place names a slab by its number in the layer (`CutFamily.slabs`)."""
 
     regions: Regions
     shape: tuple[int, ...]
@@ -61,14 +61,14 @@ class Fragment(NamedTuple):
 
 class Cut(NamedTuple):
     """Groups slabs of the target that have elements in common (often a single slab) and the fragments that fill them,
-    in every layer of a kind. ``slabs``: their numbers in a layer (`Family.slabs`)."""
+    in every layer of a kind. ``slabs``: their numbers in a layer (`CutFamily.slabs`)."""
 
     slabs: tuple[int, ...]
     fragments: tuple[Fragment, ...]
 
 
-class Family(NamedTuple):
-    """Represents a cut in one layer, and all transfers that fill its slabs. ``slabs``: all of the layer, of the source,
+class CutFamily(NamedTuple):
+    """Represent a cut in one layer, and all transfers that fill its slabs. ``slabs``: all of the layer, of the source,
     then of the target. ``hosted``: its units that are filled from the host."""
 
     cut: Cut
@@ -95,7 +95,7 @@ def slabs_of(layout: Layout) -> dict[Key, Slab]:
     return {key: Slab(*of_key) for key, of_key in owned.items()}
 
 
-def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[Family]:
+def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[CutFamily]:
     """Return the families of fragments that fill the slabs of the target, in the order of the slabs."""
     by_layer: dict[int | None, tuple[list[Key], list[Key]]] = {layer: ([], []) for layer, _ in target}
     for side, held in enumerate((source, target)):
@@ -103,13 +103,13 @@ def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[Fam
             if key[0] in by_layer:
                 by_layer[key[0]][side].append(key)
     patterns: dict[object, list[Cut]] = {}
-    whole: list[Family] = []
+    whole: list[CutFamily] = []
     for layer, (have, need) in by_layer.items():
         slabs = [*(source[key] for key in have), *(target[key] for key in need)]
         pattern = tuple([content for _, content in have]), tuple([content for _, content in need])
         if pattern not in patterns:
             patterns[pattern] = _cuts(slabs, len(have))
-        whole += [Family(cut, layer, slabs) for cut in patterns[pattern]]
+        whole += [CutFamily(cut, layer, slabs) for cut in patterns[pattern]]
     place = {id(slab): index for index, slab in enumerate(target.values())}
     return sorted(whole, key=lambda family: place[id(family.slabs[family.cut.slabs[0]])])
 
@@ -134,7 +134,7 @@ def _cuts(slabs: list[Slab], first: int) -> list[Cut]:
 
 
 class _Cuts:
-    """Cuts the boxes of both sides, by global tensor."""
+    """Cut the boxes of both sides, by global tensor."""
 
     def __init__(self, slabs: list[Slab], first: int):
         self.slabs = slabs

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusion.ep_switch.fragments import Family, Fragment, named
+from fusion.ep_switch.fragments import CutFamily, Fragment, named
 from fusion.ep_switch.layout import Layout, Place
 from fusion.ep_switch.moves import Move, Moves, UnitId
 from fusion.model.boxes import Box
@@ -53,11 +53,11 @@ class Hop(NamedTuple):
 
 
 class Hops:
-    """Holds all hops of a plan, in the order of their families; those of a family are in a feasible order.
+    """Hold all hops of a plan, in the order of their families; those of a family are in a feasible order.
     ``rows``: [n, 11], as `Hop`.
     ``units``: of the source and of the target."""
 
-    def __init__(self, rows: np.ndarray, families: list[Family], units: tuple[Units, Units]):
+    def __init__(self, rows: np.ndarray, families: list[CutFamily], units: tuple[Units, Units]):
         self.rows, self.families, self.units = rows, families, units
         self.first = np.searchsorted(rows[:, 0], np.arange(len(families) + 1)).tolist()
         """Number of the first hop of every family"""

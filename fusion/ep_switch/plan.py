@@ -42,7 +42,7 @@ import numpy as np
 import torch
 
 from fusion.ep_switch.demands import demands_of
-from fusion.ep_switch.fragments import Family, families, slabs_of
+from fusion.ep_switch.fragments import CutFamily, families, slabs_of
 from fusion.ep_switch.hops import Hops, Units
 from fusion.ep_switch.layout import Layout
 from fusion.ep_switch.moves import Round, UnitId, united, units_of
@@ -312,7 +312,7 @@ def _rounds(hops: Hops, weights: "_Weights", bucket_bytes: int, *, wide: int, it
     return pack_through_host(hops, room=slot, storage=parked, itemsize=itemsize)
 
 
-def _families_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Family], Shared]:
+def _families_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[CutFamily], Shared]:
     """Return the families that fill the target, and the shared units."""
     have, need = slabs_of(source), slabs_of(target)
     shared: list[tuple[int, int, int]] = []
@@ -324,15 +324,15 @@ def _families_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]
                 shared += [(rank, index, held[rank]) for rank, index in slab.owners() if rank in held]
                 left = [tuple([rank for rank in ranks if rank not in holders]) for ranks in slab.groups]
                 slab.set_owners([(ranks, index) for ranks, index in zip(left, slab.indices, strict=True) if ranks])
-    found = families(have, {key: slab for key, slab in need.items() if slab.groups})
+    needed = families(have, {key: slab for key, slab in need.items() if slab.groups})
     if hosted:
         all_hosted = frozenset(hosted)
-        found = [family._replace(hosted=all_hosted.intersection(family.owners())) for family in found]
-    return found, tuple(sorted(shared))
+        needed = [family._replace(hosted=all_hosted.intersection(family.owners())) for family in needed]
+    return needed, tuple(sorted(shared))
 
 
 class _Weights:
-    """Computes the memory of both layouts' weights on each rank, and the number of readers of each unit.
+    """Compute the memory of both layouts' weights on each rank, and the number of readers of each unit.
     ``size``: bytes of every unit of the source, by number; 0: it is not released.
     ``max_bytes``: of the larger layout, with ``keep`` of both; plus those of an external unit; by rank."""
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fusion.ep_switch.balance import Deal, Ranks, shares
-from fusion.ep_switch.fragments import Family, Fragment, Slab
+from fusion.ep_switch.fragments import CutFamily, Fragment, Slab
 from fusion.ep_switch.hops import Hop, Hops, Units, legal_stop
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.topology import Topology
@@ -41,7 +41,7 @@ COPY = -1
 
 
 class Action(NamedTuple):
-    """Describes a transfer over links of class ``speed``: one of ``have`` sends to one of ``need``, which forwards to
+    """Describe a transfer over links of class ``speed``: one of ``have`` sends to one of ``need``, which forwards to
     the others of ``need``."""
 
     speed: int
@@ -49,7 +49,7 @@ class Action(NamedTuple):
     need: Ranks
 
 
-def choose_senders(families: list[Family], units: tuple[Units, Units], topology: Topology, ranks: Ranks) -> Hops:
+def choose_senders(families: list[CutFamily], units: tuple[Units, Units], topology: Topology, ranks: Ranks) -> Hops:
     """Return the hops that fill all families.
     ``units``: of the source and of the target.
     ``ranks``: all participating ranks."""
@@ -69,7 +69,7 @@ def choose_senders(families: list[Family], units: tuple[Units, Units], topology:
 
 
 class Way(NamedTuple):
-    """Describes how a fragment is distributed. ``givers``, ``takers``: rank → index in the fragment's list of places,
+    """Describe how a fragment is distributed. ``givers``, ``takers``: rank → index in the fragment's list of places,
     and that of the rank's group in the slab."""
 
     givers: dict[int, tuple[int, int]]
@@ -78,7 +78,7 @@ class Way(NamedTuple):
 
 
 class _Ways:
-    """Computes how fragments are distributed, by the ranks that hold and need them."""
+    """Compute how fragments are distributed, by the ranks that hold and need them."""
 
     def __init__(self, topology: Topology, ranks: Ranks):
         self.levels: list[dict[int, int]] = []
@@ -91,7 +91,7 @@ class _Ways:
         self._ways: dict[tuple[object, ...], Way] = {}
         self._partings: dict[Ranks, tuple[int, list[Ranks]]] = {}
 
-    def of(self, fragment: Fragment, family: Family) -> Way:
+    def of(self, fragment: Fragment, family: CutFamily) -> Way:
         """Return the distribution of a fragment to all ranks that need it; ranks that hold it copy it first."""
         have, need = ([family.slabs[place.unit] for place in places] for places in (fragment.givers, fragment.takers))
         apart = tuple([id(slab) for slab in need]) if family.hosted else ()
@@ -166,7 +166,7 @@ def _first_places(slabs: list[Slab], without: frozenset[UnitId]) -> dict[int, tu
 
 
 class _Delivery:
-    """Distributes fragments, one after the other, to all ranks that need them; ``rows``: the hops."""
+    """Distribute fragments, one after the other, to all ranks that need them; ``rows``: the hops."""
 
     def __init__(self, ways: _Ways, deals: list[Deal], units: tuple[Units, Units]):
         self.ways, self.deals, self.first = ways, deals, [of_side.first for of_side in units]

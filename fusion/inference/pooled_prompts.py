@@ -43,7 +43,7 @@ MAX_UNWRITTEN_BYTES = 256 << 20
 
 
 @dataclass
-class Write:
+class PromptWrite:
     """A prompt that is copied to ``region`` on the host, and then written by ``write`` in a thread."""
 
     region: torch.Tensor
@@ -59,9 +59,9 @@ class PooledPrompts(PooledKV):
         super().__init__(*args, **settings)
         self._pull_tokens = pull_tokens
         self._reader = futures.ThreadPoolExecutor(1, "kv-reader")
-        self._writes: dict[KVKey, Write] = {}
+        self._writes: dict[KVKey, PromptWrite] = {}
         self._reads: dict[BlockName, tuple[ParkedEntry, futures.Future[int]]] = {}
-        """By the last block: where a prompt is read to, and the state of that"""
+        """Place to which a prompt is read, and the state of that, by its last block"""
         self._pulls: dict[str, list[BlockName]] = {}
         """Request → blocks of its prompt, the same requests on all ranks of the engine; []: this rank reads nothing"""
 
@@ -74,7 +74,7 @@ class PooledPrompts(PooledKV):
                 continue
             key, names = self._key_of_prompt(seq, seq.since)
             nbytes, blocks = len(names) * self._cache.block_bytes, seq.blocks[: len(names)]
-            unwritten = sum(one.region.numel() for one in self._writes.values())
+            unwritten = sum(write.region.numel() for write in self._writes.values())
             if key in self._writes or key in self.store or unwritten + nbytes > MAX_UNWRITTEN_BYTES:
                 continue
             (region,) = self._host.take([nbytes])
@@ -82,7 +82,7 @@ class PooledPrompts(PooledKV):
             routing = None if self._routing is None else self._routing.read(blocks, 0, tokens)
             charged = len(names) * self._charged_block_bytes
             write = partial(self.store.park, key, computed=tokens, kv=region, routing=routing, charged_bytes=charged)
-            self._writes[key] = Write(region, self._event(), write)
+            self._writes[key] = PromptWrite(region, self._event(), write)
 
     def pull(self, requests: Iterable[Request], sequences: Mapping[str, Sequence], into: Scheduler) -> set[str]:
         """Begin to read the prompts of a step's new requests whose blocks the prefix cache does not have; return the
@@ -106,16 +106,16 @@ class PooledPrompts(PooledKV):
         over the engine."""
         if not self._pulls:
             return
-        began, found = time.perf_counter(), dict[str, BlockName]()
+        began, names_by_id = time.perf_counter(), dict[str, BlockName]()
         states = [self._state(names) for names in self._pulls.values()]
         for (id, names), own, state in zip([*self._pulls.items()], states, agree(states), strict=True):
             if state != PENDING:
                 del self._pulls[id]
                 self._counters.kv_pool_damaged += own == DAMAGED
                 if state == READ and names:
-                    found[id] = names[-1]
+                    names_by_id[id] = names[-1]
         for seq in line.release(lambda seq: not self._pulls.get(seq.request.id)):
-            if read := self._reads.pop(found.get(seq.request.id, b""), None):
+            if read := self._reads.pop(names_by_id.get(seq.request.id, b""), None):
                 entry = self._entries[seq.request.id] = read[0]
                 entry.tokens, seq.parked, seq.since = [*seq.tokens], entry.computed, entry.since
                 self._counters.kv_pool_prompts += 1
@@ -164,11 +164,11 @@ class PooledPrompts(PooledKV):
     def _read_prompt(self, store: KVStore, key: KVKey, kv: torch.Tensor, routing: torch.Tensor | None) -> int:
         """Read a file and verify it, in a thread."""
         try:
-            if (found := store.find(key)) is None:
+            if (entry := store.find(key)) is None:
                 return ABSENT
-            with closing(found):
-                self._check(found, key.num_tokens - 1)
-                found.read(kv, routing)
+            with closing(entry):
+                self._check(entry, key.num_tokens - 1)
+                entry.read(kv, routing)
             return READ
         except KVDamaged as error:
             log.warning("A prompt is computed again: its file in the pool is damaged: %s", str(error))

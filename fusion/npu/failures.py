@@ -19,10 +19,10 @@ from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fusion.telemetry.memory import MIB
+
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-MIB = 1 << 20
 
 F = TypeVar("F", bound="RankFailure")
 

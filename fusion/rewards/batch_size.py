@@ -12,7 +12,7 @@ BATCH_S = 0.25
 """Seconds that a batch should take"""
 
 
-class BatchSize:
+class ScoringBatch:
     """``count``: maximum number of samples of the next batch."""
 
     def __init__(self) -> None:

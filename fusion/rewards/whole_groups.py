@@ -32,18 +32,18 @@ Sample = TypeVar("Sample", bound=Sibling)
 
 
 @dataclass
-class _Group(Generic[Sample]):
+class _Siblings(Generic[Sample]):
     held: list[Sample] = field(default_factory=list)
     responses: dict[str, str | None] = field(default_factory=dict)
     """Sample → its response; None: it is lost"""
 
 
 class WholeGroups(Generic[Sample]):
-    """Holds samples of groups of ``size`` samples."""
+    """Hold samples of groups of ``size`` samples."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._groups: dict[str, _Group[Sample]] = {}
+        self._groups: dict[str, _Siblings[Sample]] = {}
         self._given_up: set[str] = set()
 
     def add(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -53,7 +53,7 @@ class WholeGroups(Generic[Sample]):
             if sample.id in self._given_up:
                 released.append(sample)
                 continue
-            group = self._groups.setdefault(sample.group, _Group())
+            group = self._groups.setdefault(sample.group, _Siblings())
             group.held.append(sample)
             group.responses[sample.id] = sample.response
             released += self._release(sample.group)
@@ -63,7 +63,7 @@ class WholeGroups(Generic[Sample]):
         """Record samples that are lost before they have arrived; return those that need not wait any more."""
         released: list[Sample] = []
         for sample in samples:
-            group = self._groups.setdefault(sample.group, _Group())
+            group = self._groups.setdefault(sample.group, _Siblings())
             if sample.id not in group.responses:
                 self._given_up.add(sample.id)
                 group.responses[sample.id] = None
@@ -80,7 +80,7 @@ class WholeGroups(Generic[Sample]):
         (None), and those of a run whose reward did not ask for the others before."""
         for name, responses in scored.items():
             if len(responses) < self._size:
-                self._groups[name] = _Group(responses={**responses})
+                self._groups[name] = _Siblings(responses={**responses})
         return self.add(held)
 
     def _release(self, name: str) -> list[Sample]:

@@ -6,7 +6,6 @@ Here the data source is the file's name and the variables are `reward` and `resp
 `pass@n` is this project's: verl has `best@n/mean`, a bootstrap of the same quantity for rewards of 0 and 1."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -16,6 +15,7 @@ from fusion.inference.config import RolloutConfig
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.rewards.config import BUILT_IN, split_path
+from fusion.rewards.terms import NAME
 from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks, Group, fields_of
 from stalesync.prompts.config import SUFFIXES, DataConfig
@@ -23,7 +23,6 @@ from stalesync.prompts.config import SUFFIXES, DataConfig
 HELD_OUT = "held_out"
 """Name under which the held-out prompts of `data.source` are evaluated (`run.eval_prompts`)"""
 Goal = Literal["max", "min"]
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True)

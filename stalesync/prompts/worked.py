@@ -19,11 +19,10 @@ Invariant, besides those of `DrawnRows`: `answer` is the end of `solution`, from
 import random
 from collections.abc import Sequence
 
+from fusion.rewards.arithmetic import MARKER
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.rows import DrawnRows, Row
 from stalesync.prompts.tokenizer import PLACES
-
-MARKER = "#"
 
 
 def worked_problem(numbers: Sequence[int]) -> Row:

@@ -24,7 +24,7 @@ from distqueue import DistQueue, PackedBatch
 from distqueue.errors import QueueClosed
 from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
-from fusion.rewards.batch_size import BatchSize
+from fusion.rewards.batch_size import ScoringBatch
 from fusion.rewards.whole_groups import WholeGroups
 from fusion.rollout.packing import CUT, SAMPLED_TOKENS, TEXT
 from fusion.rollout.types import EvalAnswer, conversation_of
@@ -49,7 +49,7 @@ POLL_S = 1.0
 
 
 class Scorer:
-    """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
+    """Lease samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
     its thread scores no sample; a call of the source that is still under way after `MAX_STOP_S` is left behind.
     ``max_failed_share``: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
     raises `RewardsFailed`; ``group_size``: number of samples of a group, all of which the source is given together;
@@ -85,7 +85,7 @@ class Scorer:
         self._stopping = threading.Event()
         self._scoring = threading.Lock()
         """Held by the thread while it handles samples"""
-        self._batch_size = BatchSize()
+        self._batch_size = ScoringBatch()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
 
     def __enter__(self) -> "Scorer":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from fusion.costmodel.pace import TrainerCost
 from fusion.model.prefixes import links
-from fusion.rewards.batch_size import BatchSize
+from fusion.rewards.batch_size import ScoringBatch
 from fusion.rollout import SuspendedSample
 from fusion.training.division import split_groups, split_over_ranks
 from stalesync.simulator.clock import Clock
@@ -60,7 +60,7 @@ class SimulatedCards:
         ]
         self.cards_of_engine = len(setup.worker.engines[0])
         self.training_factor = setup.slow_dies.factor(setup.config.run.seed, setup.worker.deployment.train)
-        """Of the slowest die that trains"""
+        """Factor of the slowest die that trains"""
         self._num_accumulated = 0
         """Number of groups that were trained without an optimizer step since the last one"""
         self.arrived: deque[CardMessage] = deque()
@@ -164,7 +164,7 @@ class SimulatedCards:
 
     @staticmethod
     def _reference_s(cost: TrainerCost, minibatches: Sequence[Sequence[Share]], replica: int) -> float:
-        lengths, common = ([one for shares in minibatches for one in shares[replica][i]] for i in range(2))
+        lengths, common = ([share for shares in minibatches for share in shares[replica][i]] for i in range(2))
         return sum(cost.forward(lengths, "logprobs", common).values())
 
     # Scoring
@@ -249,7 +249,7 @@ def _split(groups: Sequence[SimulatedPrompt], cost: TrainerCost) -> list[Share]:
 
 
 class SimulatedRules:
-    """Scores samples by a rule, in batches as `stalesync/scoring/scoring.py`, whose scores come together:
+    """Score samples by a rule, in batches as `stalesync/scoring/scoring.py`, whose scores come together:
 
         samples arrive ─► wait for the batch before ─► reported as generated ─► `reward.workers` processes ─► scored
 
@@ -266,7 +266,7 @@ class SimulatedRules:
     ) -> None:
         self._scoring_s, self._clock, self._report = scoring_s, clock, report
         self._waiting: deque[tuple[str, int]] = deque()
-        self._batch_size, self._is_busy = BatchSize(), False
+        self._batch_size, self._is_busy = ScoringBatch(), False
 
     def put(self, samples: Mapping[str, int]) -> None:
         """Receive samples that have arrived, response tokens by id."""

@@ -22,11 +22,11 @@ from fusion.npu.operators import block_tokens, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 from fusion.training.loss import LossInput, LossOutput
-from stalesync.job.base_model import pack_responses
+from stalesync.job.base_model import STD, pack_responses
 from stalesync.smoke.report import check
 
 EXPERTS = (128, 160)
-"""Of Qwen3-30B-A3B, and of DeepSeek-V2"""
+"""Numbers of experts of Qwen3-30B-A3B and of DeepSeek-V2"""
 VOCABULARY = 512
 
 SHAPE = dict(
@@ -46,7 +46,6 @@ SHAPE = dict(
 )
 """Beside the number of experts: at most 8 million parameters"""
 
-STD = 0.08
 PROMPT, RESPONSE, SEQUENCES = 24, 8, 8
 """Tokens of each prompt and response; number of them"""
 TOLERANCE = 0.05

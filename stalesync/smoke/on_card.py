@@ -20,11 +20,11 @@ from fusion.model import Mesh, ModelConfig, Parallel, Transformer
 from fusion.model.box_checksum import box_checksum
 from fusion.model.formats import embedded_format
 from fusion.npu import Device, open_device
+from fusion.telemetry.memory import MIB
 from stalesync.process.card_environment import MAX_BUFFER_MB
 from stalesync.smoke import model_checks
 from stalesync.smoke.report import check
 
-MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
 LEAST_MAPPED_BYTES = BUFFER_BYTES - 2 * 20 * MIB
 """HBM that the buffer takes and gives back for itself: it may share the pages at both ends, of 20 MiB on a real card"""

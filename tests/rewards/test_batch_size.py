@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rewards.batch_size import BATCH_S, MAX_BATCH, MIN_BATCH, BatchSize
+from fusion.rewards.batch_size import BATCH_S, MAX_BATCH, MIN_BATCH, ScoringBatch
 
 SECONDS = st.floats(0, 1, allow_nan=False)
 
 
 @given(st.integers(1, MAX_BATCH), SECONDS)
 def test_samples_that_have_arrived_are_scored_in_few_batches(num_samples, seconds_each):
-    size, left, batches = BatchSize(), num_samples, 0
+    size, left, batches = ScoringBatch(), num_samples, 0
     while left:
         count = min(left, size.count)
         left, batches = left - count, batches + 1
@@ -20,7 +20,7 @@ def test_samples_that_have_arrived_are_scored_in_few_batches(num_samples, second
 
 @given(SECONDS)
 def test_a_batch_takes_no_longer_than_it_should(seconds_each):
-    size = BatchSize()
+    size = ScoringBatch()
     for _ in range(40):
         assert MIN_BATCH <= size.count <= MAX_BATCH
         took_s = size.count * seconds_each
@@ -30,7 +30,7 @@ def test_a_batch_takes_no_longer_than_it_should(seconds_each):
 
 @given(st.lists(st.tuples(st.integers(1, 9000), SECONDS)))
 def test_a_batch_that_was_not_full_does_not_make_the_next_one_larger(batches):
-    size = BatchSize()
+    size = ScoringBatch()
     for num_samples, seconds in batches:
         before = size.count
         size.observe(min(num_samples, before), seconds)
