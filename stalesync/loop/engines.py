@@ -48,7 +48,7 @@ class Restart:
 
 @dataclass(kw_only=True)
 class Engines:
-    """Runs the engines through ``generation``. ``note``: tells the user, in a line."""
+    """Run the engines through ``generation``. ``note``: tells the user, in a line."""
 
     spec: WorkerSpec
     cards: Cards
@@ -59,7 +59,7 @@ class Engines:
     step_metrics: StepMetrics
     note: Callable[[str], None]
     _restarts: dict[int, Restart] = field(default_factory=dict)
-    """By engine, until it has rejoined"""
+    """Restarts by engine, until it has rejoined"""
     num_restarts: int = 0
     """Number of restarts since the run was started"""
     _published: tuple[Publish, InferenceShare] = field(init=False)
@@ -138,13 +138,13 @@ class Engines:
                     self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
 
     def check(self) -> None:
-        """Check the health of the cards (`Cards.check`), and observes the deaths of engines."""
+        """Check the health of the cards (`Cards.check`), and observe the deaths of engines."""
         self.cards.check()
         self.observe()
 
     def await_started(self) -> None:
         """Wait until the processes of all replaced engines are prepared; raise CardFailed if one is not."""
-        while waiting := [one.started for one in self._restarts.values() if not one.started.done()]:
+        while waiting := [restart.started for restart in self._restarts.values() if not restart.started.done()]:
             self.check()
             with suppress(TimeoutError):
                 waiting[0].exception(WAIT_S)
@@ -190,14 +190,14 @@ class Engines:
         self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
         had = [entry for entry in self.admission.buffer.of("running") if entry.engine == engine]
         turns = {*self.queue.holding(TURN)}
-        found = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version, turns=turns)
-        if found.dropped:
-            self.queue.drop(found.dropped, RESUMED)
-        log.info("engine %d: of %d requests %d samples are in the queue", engine, len(had), found.num_finished)
-        self.admission.observe_chunks_ended(engine, found.suspended)
+        recovered = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version, turns=turns)
+        if recovered.dropped:
+            self.queue.drop(recovered.dropped, RESUMED)
+        log.info("engine %d: of %d requests %d samples are in the queue", engine, len(had), recovered.num_finished)
+        self.admission.observe_chunks_ended(engine, recovered.suspended)
         if engine in self.admission.running:
             self.admission.observe_stopped(engine, ())
-        if not found.suspended:
+        if not recovered.suspended:
             return "it had no unfinished requests"
-        kept = sum(one.generated for one in found.suspended)
-        return f"its {len(found.suspended)} unfinished requests go on elsewhere, with {kept} tokens that were kept"
+        kept = sum(one.generated for one in recovered.suspended)
+        return f"{len(recovered.suspended)} requests moved to other engines ({kept} tokens kept)"

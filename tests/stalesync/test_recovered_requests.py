@@ -74,7 +74,7 @@ def test_requests_go_on_with_what_the_queue_holds_and_no_row_is_left_behind():
         ("waiting", ""),
     ]
     assert sorted(queue.holding("partial_response")) == sorted([row_of(kept, 4), row_of(older, 8), row_of(newer, 8)])
-    assert "with 20 tokens that were kept" in lines[0] and 0 not in admission.running
+    assert "(20 tokens kept)" in lines[0] and 0 not in admission.running
     for restart in engines._restarts.values():
         restart.started.result()
     assert started == [(0, 1)]
