@@ -52,7 +52,7 @@ class PlaceInLine:
 
 
 class QueueActor:
-    """Runs inside Ray. Handles metadata only: payload travels through the shards' files."""
+    """Run inside Ray. Handle metadata only: payload travels through the shards' files."""
 
     def __init__(
         self, *, name: str, tasks: tuple[str, ...], options: QueueOptions, node: str, checkpoint: str | None = None
@@ -200,7 +200,7 @@ class QueueActor:
     async def commit(
         self, *, number: int, path: str, node: str, nbytes: int, message: bytes | None
     ) -> tuple[tuple[str, ...], File | None]:
-        """Commit a put. Returns (ids that were dropped before, a file granted for the next put).
+        """Commit a put. Return (ids that were dropped before, a file granted for the next put).
 
         `message`: the put's metadata if its file was granted, None if it was reserved. LookupError: the file is no
         longer reserved or granted; reserve again."""

@@ -147,7 +147,7 @@ class DistQueue(SampleQueue):
         return json.loads(self._call("state"))
 
     def add_shard(self, node: str) -> str:
-        """Start a shard on a node (its Ray id) that has joined. Returns the shard's name."""
+        """Start a shard on a node (its Ray id) that has joined. Return the shard's name."""
         return self._call("ask_fleet", "add", node)
 
     def remove_shard(self, node: str) -> None:
@@ -157,7 +157,7 @@ class DistQueue(SampleQueue):
     def checkpoint(self, folder: str) -> None:
         """Write the queue as of one instant to a new folder that every node sees; `create` resumes it.
 
-        Every call that was answered before this one is in it; puts and gets continue meanwhile. Returns when the
+        Every call that was answered before this one is in it; puts and gets continue meanwhile. Return when the
         checkpoint is on disk; if it fails, no folder of this name exists. ValueError: the folder exists."""
         check_absolute("checkpoint", folder)
         self._call("checkpoint", folder, uuid.uuid4().hex)

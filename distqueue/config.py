@@ -1,4 +1,4 @@
-"""Configures a queue: `QueueConfig` is the config group `queue`, `QueueOptions` the arguments of `DistQueue.create`.
+"""Configure a queue: `QueueConfig` is the config group `queue`, `QueueOptions` the arguments of `DistQueue.create`.
 
 Its checks are its own few lines, as this distribution imports nothing of the others."""
 
@@ -13,7 +13,7 @@ DURABILITIES = ("memory", "journal")
 
 @dataclass
 class QueueConfig:
-    """Configures where samples are stored, and how much space they may use."""
+    """Configure where samples are stored, and how much space they may use."""
 
     durability: str = "memory"
     """`memory`: samples are in shared memory and end with the queue's actor. `journal`: acknowledged samples are on
@@ -25,7 +25,7 @@ class QueueConfig:
     """With durability=memory, folder on disk for samples that do not fit into a full node's memory; null: puts wait."""
 
     def validate(self, prefix: str = "queue.") -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
         Raise ValueError: a value that is not accepted, by key; ``prefix`` is put before the key."""
         durable = self.durability in DURABILITIES
         _expect(durable, f"{prefix}durability", self.durability, expected=f"one of {', '.join(DURABILITIES)}")
@@ -53,7 +53,7 @@ class QueueOptions(QueueConfig):
     """Maximum number of samples in the queue; a put of new samples waits until there is space. None: no limit."""
 
     def validate(self, prefix: str = "") -> None:
-        """Checks every value. Raise ValueError: a value that is not accepted, by key."""
+        """Check every value. Raise ValueError: a value that is not accepted, by key."""
         super().validate(prefix)
         _expect_count(f"{prefix}max_rows", self.max_rows)
         seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
@@ -66,7 +66,7 @@ class QueueOptions(QueueConfig):
 
 
 def check_absolute(key: str, folder: str) -> None:
-    """Checks that a folder is an absolute path. Raise ValueError: ``folder`` is a relative path."""
+    """Check that a folder is an absolute path. Raise ValueError: ``folder`` is a relative path."""
     expected = "an absolute path, as the queue's processes have other working folders"
     _expect(Path(folder).is_absolute(), key, folder, expected=expected)
 

@@ -34,7 +34,7 @@ class ShardHandle(NamedTuple):
 
 
 class Fleet:
-    """Runs in the queue's actor. `epoch` is part of the names of folders and files, and differs between restarts;
+    """Run in the queue's actor. `epoch` is part of the names of folders and files, and differs between restarts;
     `queue` is the queue's name, for messages; `settle` makes changes durable."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Fleet:
         self.shards: dict[str, ShardHandle] = {}
 
     async def add(self, node: str) -> str:
-        """Start a shard on a node that has none. Returns the name of the node's shard."""
+        """Start a shard on a node that has none. Return the name of the node's shard."""
         for name, handle in self.shards.items():
             if handle.node == node and not self.core.ledger.shards[name].leaving:
                 return name
@@ -109,7 +109,7 @@ class Fleet:
             raise ValueError(f"checkpoint={str(folder)!r}: segments {missing[:3]} are missing or have other contents")
 
     async def _copy(self, copies: Mapping[int, tuple[str, str, str]]) -> list[int]:
-        """Copy segments: by number, (a shard that sees the source, source, target). Returns the numbers of those that
+        """Copy segments: by number, (a shard that sees the source, source, target). Return the numbers of those that
         their shard did not find."""
         by_shard: dict[str, list[tuple[int, str, str]]] = {}
         for number, (shard, source, target) in copies.items():
@@ -185,7 +185,7 @@ class Fleet:
 
     async def find_damaged(self, number: int) -> list[Damage]:
         """Verify a segment in which a client found damage: samples whose bytes differ from their checksums end as lost.
-        Returns what is damaged."""
+        Return what is damaged."""
         segment = self.core.ledger.segments.get(number)
         handle = None if segment is None else self.shards.get(segment.shard)
         if segment is None or handle is None:
@@ -194,15 +194,15 @@ class Fleet:
         rows = await self._ask(segment.shard, handle.actor.damaged.remote(number, path))
         if not rows or number not in self.core.ledger.segments:
             return []
-        found = []
+        damages = []
         for column, first, last in rows:
             ids = self.core.table.at([number], *((first, last) if column else ()))
             if ids:
-                found.append(Damage(self._queue, ids, column, path))
-        for one in found:
+                damages.append(Damage(self._queue, ids, column, path))
+        for one in damages:
             log.error("%s; these samples end as %s%s", one, LOST, DAMAGED)
-        self.core.lose_samples(list(dict.fromkeys(id for one in found for id in one.ids)), DAMAGED, epoch_s())
-        return found
+        self.core.lose_samples(list(dict.fromkeys(id for damage in damages for id in damage.ids)), DAMAGED, epoch_s())
+        return damages
 
     async def _ask(self, shard: str, answer: Awaitable[Answer]) -> Answer | None:
         """Return a shard's answer; None: it is restarting, or has ended, which is then settled."""
@@ -215,7 +215,7 @@ class Fleet:
             return None
 
     async def spill(self, node: str, nbytes: int) -> bool:
-        """Spill segments of a full shard to disk, enough for a put of `nbytes`. Returns whether that was possible."""
+        """Spill segments of a full shard to disk, enough for a put of `nbytes`. Return whether that was possible."""
         ledger = self.core.ledger
         entry = ledger.shard_for(node)
         numbers = ledger.to_spill(entry.name, nbytes) if entry is not None and entry.spill else []

@@ -20,7 +20,7 @@ class Grants:
         self._cancel = cancel
         self._lock = threading.Lock()
         self._kept: dict[File, float] = {}
-        """Until when each may be taken, oldest first"""
+        """Time until which each may be taken, oldest first"""
 
     def keep(self, file: File, now_s: float) -> None:
         with self._lock:

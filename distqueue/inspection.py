@@ -86,7 +86,7 @@ def _connected() -> bool:
 
 
 def _reports_of(heads: Sequence[str], queue: str | None) -> list[str]:
-    """Returns the report of each Ray, of a queue only those that have it. Each is made by a process of its own, as a
+    """Return the report of each Ray, of a queue only those that have it. Each is made by a process of its own, as a
     process connects to one Ray only.
     Raise ValueError: no Ray has the queue."""
     reports, errors = [], []
@@ -114,7 +114,7 @@ def ray_heads(processes: Path = Path("/proc")) -> list[str]:
             program, *arguments = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if not program.endswith("/gcs_server") or process.stat().st_uid != os.getuid():
                 continue
-            options = dict(one.removeprefix("--").split("=", 1) for one in arguments if "=" in one)
+            options = dict(argument.removeprefix("--").split("=", 1) for argument in arguments if "=" in argument)
             # The port is chosen by the server, which writes it here.
             port = Path(options["session-dir"], f"gcs_server_port_{options['node-id']}").read_text().strip()
             heads.append(f"{options['node-ip-address']}:{port}")

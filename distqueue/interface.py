@@ -18,14 +18,14 @@ Change = Callable[Concatenate[QueueCore, Params], Any]
 
 
 class SampleQueue(ABC):
-    """Stores samples between the stages of training. Thread-safe.
+    """Store samples between the stages of training. Thread-safe.
 
     Every method raises QueueClosed once the queue is closed."""
 
     def put(
         self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = (), *, claim: str = ""
     ) -> tuple[str, ...]:
-        """Create the batch's samples, or add its columns to samples that exist. Returns the ids that were dropped
+        """Create the batch's samples, or add its columns to samples that exist. Return the ids that were dropped
         before and therefore were not stored; waits while the queue is full.
 
         `groups` and `versions` (one policy version per sample, or those of its oldest and newest token) default to the

@@ -92,7 +92,7 @@ class Journal:
         self._end = 0
         """Bytes of the file that are on disk"""
         self._number = 0
-        """Of the last record"""
+        """Number of the last record"""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._pending: list[Record] = []
         self._writing: asyncio.Task[None] | None = None

@@ -57,7 +57,7 @@ class Segment:
     """Bytes of the file"""
     live: bool = False
     expires_s: float = float("inf")
-    """When a reservation expires"""
+    """Time at which a reservation expires"""
     spilled: bool = False
     pins: int = 0
     dead: bool = False

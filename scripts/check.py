@@ -1,4 +1,4 @@
-"""Checks a job before it starts, in seconds and without Ray: data, answers, reward, memory, what its settings mean.
+"""Check a job before it starts, in seconds and without Ray: data, answers, reward, memory, what its settings mean.
 
 python scripts/check.py model.path=FOLDER data.source=FILE.jsonl reward=math cluster.npus=4
 

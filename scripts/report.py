@@ -1,4 +1,4 @@
-"""Reports on runs, also on one that was killed or still goes on: as text here, and as one HTML file.
+"""Report on runs, also on one that was killed or continues: as text here, and as one HTML file.
 
 python scripts/report.py runs/quickstart                  writes runs/quickstart/report.html
 python scripts/report.py runs/one runs/two                two runs side by side: runs/one/report-one-two.html

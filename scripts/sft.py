@@ -36,7 +36,7 @@ def main() -> None:
     from fusion.npu import open_device
     from stalesync.job.sft import FineTuning, fine_tune
 
-    plan = FineTuning(**{one.name: getattr(options, one.name) for one in fields(FineTuning)})
+    plan = FineTuning(**{field.name: getattr(options, field.name) for field in fields(FineTuning)})
     try:
         probability = fine_tune(options.chats, options.model, options.folder, open_device(options.device), plan)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-r"""Simulates training runs on clusters of any size: the run's own decisions in virtual time, costs of the cost model.
+r"""Simulate training runs on clusters of any size: the run's own decisions in virtual time, costs of the cost model.
 
     python scripts/simulate.py model=pangu_718b cluster=cloudmatrix384 supernodes=1,4,16 stalesync.max_staleness=0,1,2 \
         data.prompts_per_step=512 data.max_prompt_length=1024 rollout.max_response_length=16384 \

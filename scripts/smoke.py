@@ -1,4 +1,4 @@
-"""Checks the cards of this machine and writes a report to send back.
+"""Check the cards of this machine and write a report to send back.
 
     python scripts/smoke.py                       Ascend cards (device=npu), all of them
     python scripts/smoke.py --device cuda         NVIDIA cards

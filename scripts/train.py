@@ -1,4 +1,4 @@
-"""Runs a training job.
+"""Run a training job.
 
 python scripts/train.py model.path=FOLDER data=addition algorithm=grpo cluster.npus=4 device=emulated
 python scripts/train.py --cfg job …       prints the composed config and stops

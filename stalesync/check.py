@@ -56,12 +56,12 @@ def show(title: str, lines: Sequence[str]) -> None:
 @contextmanager
 def collecting_warnings() -> Iterator[list[str]]:
     """Collect the warnings that are logged in the block, in place of the handlers that print them."""
-    found: list[str] = []
+    messages: list[str] = []
     root, handler = logging.getLogger(), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     before, root.handlers = root.handlers, [handler]
     try:
-        yield found
+        yield messages
     finally:
         root.handlers = before
 
@@ -91,7 +91,7 @@ def describe_prompts(config: Config, source: PromptSource, prompts: Sequence[Pro
         )
         if count
     ]
-    return ["; ".join((f"{config.data.source}: {rows}", *dropped)), *histogram([len(one.ids) for one in prompts])]
+    return ["; ".join((f"{config.data.source}: {rows}", *dropped)), *histogram([len(prompt.ids) for prompt in prompts])]
 
 
 def histogram(lengths: Sequence[int]) -> list[str]:
@@ -126,7 +126,7 @@ def describe_step(config: Config, prompts: Sequence[Prompt], *, num_rows: int | 
     algorithm, training, staleness = config.algorithm, config.training, config.stalesync.max_staleness
     num_prompts, group = config.data.prompts_per_step, algorithm.group_size
     samples, response = num_prompts * group, config.rollout.max_response_length
-    prompt = sum(len(one.ids) for one in prompts) / len(prompts)
+    prompt = sum(len(prompt.ids) for prompt in prompts) / len(prompts)
     epochs = "" if num_rows is None else f", {config.run.steps * num_prompts / num_rows:.2g} epochs"
     tokens = f"{samples * (prompt + response):,.0f} tokens ({prompt:.0f} of a mean prompt, {response:,} of a response)"
     updates = f"{algorithm.minibatches} updates of {samples // algorithm.minibatches:,} samples"

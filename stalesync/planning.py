@@ -63,10 +63,10 @@ def _recommended(
     try:
         with Console(stderr=True).status("simulating the deployments"):
             name = options.get("model", options.get("model.path", ""))
-            found, chosen = choice.recommend(setup, config, name, ranking.deployments)
+            candidates, chosen = choice.recommend(setup, config, name, ranking.deployments)
     except ValueError as error:
         return Text(f"Deployments were not simulated: {error}"), None
-    return choice.render(found, chosen), choice.as_dict(found, chosen)
+    return choice.render(candidates, chosen), choice.as_dict(candidates, chosen)
 
 
 def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> SetupEstimate:

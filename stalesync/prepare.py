@@ -42,8 +42,8 @@ def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list
 def start_rewards(
     stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
 ) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
-    """Start the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
-    ``num_answers`` of its reference answers, and calls each reward once. Return the reward itself (None: a reward model
+    """Start the processes of a job's rewards, which end with ``stack``, check the fields of the data and up to
+    ``num_answers`` of its reference answers, and call each reward once. Return the reward itself (None: a reward model
     or an environment), its terms, the files of the evaluations, and a line for each call. Raise ValueError if a reward
     cannot be loaded, lacks a field, returns no reward, or can match no reference answer."""
     rule = None

@@ -69,7 +69,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
 
 
 def evaluate(arguments: EvaluationArguments, usage: str) -> None:
-    """Run the evaluation, writes its results, and report where. End the process if it fails, with ``usage`` if the
+    """Run the evaluation, write its results, and report where. End the process if it fails, with ``usage`` if the
     config is wrong."""
     from stalesync.command_line import fail, refuse, run_job
 

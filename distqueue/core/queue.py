@@ -91,7 +91,7 @@ class QueueCore:
         return writer
 
     def commit(self, number: int, path: str, now_s: float) -> tuple[str, ...]:
-        """Commit a put whose payload is written: its samples exist from now on. Returns the ids that were dropped
+        """Commit a put whose payload is written: its samples exist from now on. Return the ids that were dropped
         before. Idempotent. LookupError: no such reservation, or it expired; reserve again. ValueError: a put that was
         committed meanwhile conflicts with this one, whose reservation is cancelled."""
         self._check_open()
@@ -164,7 +164,7 @@ class QueueCore:
         return deliver(self.table, self.ledger, taken, columns=columns, lengths=lengths)
 
     def tick(self, now_s: float) -> float | None:
-        """Expire leases and reservations, and serve those waiting. Returns when to call again; None: after a change."""
+        """Expire leases and reservations, and serve those waiting. Return when to call again; None: after a change."""
         self.table.expire(now_s)
         reservations = bool(self.writers.waiting) or self.sealed  # their expiry makes room, or drains the queue
         if reservations:
@@ -193,13 +193,13 @@ class QueueCore:
 
     def lose(self, numbers: Sequence[int], reason: str, now_s: float) -> tuple[str, ...]:
         """End the samples of lost segments as `lost:<reason>` and cancel reservations of them, whose writers write
-        again. Returns the samples' ids."""
+        again. Return the samples' ids."""
         for number in numbers:
             self.cancel(number, now_s)
         return self.lose_samples(self.table.at(numbers), reason, now_s)
 
     def lose_samples(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
-        """End the live ones of these samples as `lost:<reason>`. Returns their ids."""
+        """End the live ones of these samples as `lost:<reason>`. Return their ids."""
         self._check_open()
         self._record("lost", {"reason": reason, "count": len(ids)}, ids)
         return self.apply_lose(ids, reason, now_s)
@@ -338,7 +338,7 @@ class QueueCore:
         return QueueClosed(f"the queue is closed{waiting}")
 
     def _check_put(self, put: Put) -> int:
-        """Validate a put. Returns how many of its samples are new."""
+        """Validate a put. Return how many of its samples are new."""
         self._check_layouts(put)
         return self.table.check_put(put.ids, put.columns, put.groups)
 

@@ -1,4 +1,4 @@
-"""Reports on a queue: metrics, and which readers and writers wait for what."""
+"""Report on a queue: metrics, and which readers and writers wait for what."""
 
 from __future__ import annotations
 

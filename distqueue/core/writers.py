@@ -119,12 +119,12 @@ class Writers:
         self.reserved[number] = Reservation(put, new)
 
     def revoke(self, shard: str) -> bool:
-        """Revoke the oldest grant of a shard. Returns whether there was one."""
+        """Revoke the oldest grant of a shard. Return whether there was one."""
         oldest = next((number for number, segment in self.granted.items() if segment.shard == shard), None)
         return oldest is not None and self.cancel(oldest)
 
     def cancel(self, number: int) -> bool:
-        """Cancel a reservation or a grant. Returns whether there was one."""
+        """Cancel a reservation or a grant. Return whether there was one."""
         if self.reserved.pop(number, None) is None and self.granted.pop(number, None) is None:
             return False
         self._ledger.free([number])
@@ -162,7 +162,7 @@ class Writers:
         return segment
 
     def _check_new(self, put: Put) -> int:
-        """Validate a put. Returns how many of its samples are new."""
+        """Validate a put. Return how many of its samples are new."""
         new = self._check(put)
         if new and self.sealed:
             raise ValueError(f"sample {put.ids[0]!r}: the queue is sealed; no new sample can be put")

@@ -76,7 +76,7 @@ class GroupExchange:
             self._forward({name: batch[name].buffer.flatten() for name in names})
 
     def forward_payload(self, manifest: Put) -> dict[str, Tensor]:
-        """Receive the payload from the parent and forward it to the children. Returns flat CPU buffers by column."""
+        """Receive the payload from the parent and forward it to the children. Return flat CPU buffers by column."""
         assert self._parent is not None
         dtypes = list(_by_dtype(manifest, self._parent.columns))
         sizes = [
@@ -137,7 +137,7 @@ class GroupExchange:
         return message
 
     def _start_receiving(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start receiving a message from the parent. Returns it and the works to wait for; none if it is empty."""
+        """Start receiving a message from the parent. Return it and the works to wait for; none if it is empty."""
         assert self._parent is not None
         message = torch.empty(numel, dtype=dtype)
         return message, self._start(dist.irecv, message, self._parent.parent) if numel else []

@@ -49,7 +49,7 @@ class Received:
 
 
 class GroupReader(GroupExchange):
-    """Reads a queue for a group of ranks. Created once, by all of them together.
+    """Read a queue for a group of ranks. Created once, by all of them together.
 
     Args:
         queue: used by the leader, rank 0 of the group, only.

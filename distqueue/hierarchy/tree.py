@@ -1,4 +1,4 @@
-"""Plans the broadcast tree of a group that reads once: which rank forwards which columns to which others. Pure.
+"""Plan the broadcast tree of a group that reads once: which rank forwards which columns to which others. Pure.
 
     queue ─► leader ═════► relay ─┬─► rank ─► rank        ═ crosses machines: one edge into each
                 │ └─► rank        └─► rank

@@ -18,7 +18,7 @@ from distqueue.payload.wire import DamagedInTransit, from_wire, to_wire
 
 
 class PayloadAccess:
-    """Reads and writes payload. `call(method, *args)` calls the queue's actor. Thread-safe."""
+    """Read and write payload. `call(method, *args)` calls the queue's actor. Thread-safe."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -58,7 +58,7 @@ class PayloadAccess:
         self._mapped.check(place for place in delivery.places if self._is_here(place))
 
     def _sources(self, delivery: Delivery) -> tuple[list[dict[str, Stretch]], list[DeliveryPart]]:
-        """Map the columns of a delivery, after requesting those of other nodes, once per shard. Returns the sources and
+        """Map the columns of a delivery, after requesting those of other nodes, once per shard. Return the sources and
         the delivery's parts as runs of them."""
         for place in delivery.places:
             self._shard(place.shard)

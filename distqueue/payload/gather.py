@@ -1,4 +1,4 @@
-"""Gathers samples from many segments into one batch: every byte is copied once, directly into the reader's buffer.
+"""Gather samples from many segments into one batch: every byte is copied once, directly into the reader's buffer.
 A client views the gathered bytes as tensors (`columns.py`); a shard sends them to a reader of another node (`wire.py`).
 
     Runs      of the part: which rows of which source; the same for all its columns
@@ -98,7 +98,7 @@ class Runs:
         self.sizes = self.stops - self.starts
         sources, self.which, counts = np.unique(runs[:, 0], return_inverse=True, return_counts=True)
         self.sources: list[int] = sources.tolist()
-        """Those that occur; `which` (K,) is the position among them of each run's"""
+        """Sources that occur; `which` (K,) is the position among them of each run's"""
         self.order: Indices = np.argsort(self.which, kind="stable") if len(sources) > 1 else slice(None)
         """The runs, source after source"""
         self.ends = offsets_of(counts)

@@ -142,14 +142,14 @@ class SegmentFile:
             columns = self.columns(number)
         except SegmentDamaged:
             return [DamagedRows("", 0, -1)]
-        found = []
+        ranges = []
         for name, column in columns.items():
             assert column.blocks is not None and column.sums is not None
             wrong = np.flatnonzero(sums_of([(column.data, column.blocks)]) != column.sums)
             rows = column.blocks.rows.tolist()
-            found += [DamagedRows(name, rows[k], rows[k + 1]) for k in wrong.tolist()]
+            ranges += [DamagedRows(name, rows[k], rows[k + 1]) for k in wrong.tolist()]
         self.check(number)
-        return found
+        return ranges
 
     def sync(self) -> None:
         """Wait until the file and its name are on disk. SegmentGone: a queue that has restarted removed it as one that
@@ -250,7 +250,7 @@ class Contents(NamedTuple):
     """Columns laid out as a segment."""
 
     table: bytes
-    """From COVERED to the table's end: its end and size, the table, checksums and lengths"""
+    """Header from COVERED to the table's end: its end and size, the table, checksums and lengths"""
     pieces: list[tuple[int, np.ndarray]]
     """(position, uint8) of each buffer"""
     nbytes: int
@@ -299,7 +299,7 @@ def lay_out(columns: Mapping[str, Stretch]) -> Contents:
 
 
 def _places(start: int, pieces: Sequence[np.ndarray], align: int) -> tuple[list[int], int]:
-    """Place pieces one after the other, each aligned. Returns (position of each, end of the last)."""
+    """Place pieces one after the other, each aligned. Return (position of each, end of the last)."""
     places, at = [], start
     for piece in pieces:
         at += -at % align

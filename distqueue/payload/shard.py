@@ -26,7 +26,7 @@ def folder_in(root: Path, queue: str, name: str) -> Path:
 
 
 class Shard:
-    """Runs inside Ray on its node; called by the queue's actor and by clients of other nodes."""
+    """Run inside Ray on its node; called by the queue's actor and by clients of other nodes."""
 
     def __init__(self, folder: str, spill: str | None) -> None:
         self.folder, self.spill_folder = Path(folder), None if spill is None else Path(spill)
@@ -96,7 +96,7 @@ class Shard:
         self.import_segment(target, self.export_segment(number, path), durable=False)
 
     def copy(self, segments: Sequence[tuple[int, str, str]]) -> list[int]:
-        """Copy segments (number, path, target) durably. Returns the numbers of those not found."""
+        """Copy segments (number, path, target) durably. Return the numbers of those not found."""
         missing = [number for number, path, target in segments if not _copy(number, path, target)]
         for target in [target for number, _, target in segments if number not in missing]:
             sync(target)
@@ -140,7 +140,7 @@ class Shard:
 
 
 def _copy(number: int, path: str, target: str) -> bool:
-    """Copy a segment's file. Returns whether it held the segment throughout."""
+    """Copy a segment's file. Return whether it held the segment throughout."""
     try:
         file = SegmentFile(path)
         file.check(number)

@@ -47,7 +47,7 @@ ABANDONED_S = 60.0
 
 
 class NodeProcess(NamedTuple):
-    """Identifies the process that restarts a shard. `boot`: of the host's kernel; `started`: clock ticks after that."""
+    """Identify the process that restarts a shard. `boot`: of the host's kernel; `started`: clock ticks after that."""
 
     host: str
     boot: str
@@ -86,7 +86,7 @@ def decide(owners_dead: Sequence[bool | None], free_s: float | None) -> Literal[
 
 def own(folder: Path, restarts: NodeProcess | None = None) -> int:
     """Create a shard's folder and lock it for this process. `restarts`: the process that may restart it; None: the
-    node's. Returns the handle, which must stay open. StorageFull: there is no space; what was created is removed."""
+    node's. Return the handle, which must stay open. StorageFull: there is no space; what was created is removed."""
     created = not folder.exists()
     try:
         with naming_full_storage(folder, LOCK_BYTES):

@@ -1,4 +1,4 @@
-"""Serializes columns between machines: a small header and the bare bytes of their buffers. No padding, no pickle. The
+"""Serialize columns between machines: a small header and the bare bytes of their buffers. No padding, no pickle. The
 header begins with its own checksum and has that of each buffer; the receiver verifies them."""
 
 from collections.abc import Mapping

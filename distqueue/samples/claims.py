@@ -83,7 +83,7 @@ class Claims:
         return self._earliest_s if any(self.leased) else None
 
     def expire(self, now_s: float) -> list[tuple[int, np.ndarray]]:
-        """Open rows whose lease has expired. Returns (task, rows that are open again) per task."""
+        """Open rows whose lease has expired. Return (task, rows that are open again) per task."""
         opened: list[tuple[int, np.ndarray]] = []
         if now_s < self._earliest_s:
             return opened

@@ -79,7 +79,7 @@ class Pages:
         return self._page.values[slots >> self._shift] << self._shift | slots & self._low_bits
 
     def add(self, numbers: np.ndarray) -> np.ndarray:
-        """Add distinct numbers, none of which is alive. Returns their slots."""
+        """Add distinct numbers, none of which is alive. Return their slots."""
         if not len(numbers):
             return np.zeros(0, np.int64)
         pages = numbers >> self._shift

@@ -54,7 +54,7 @@ class PutBatch:
     def store(
         self, columns: Mapping[str, np.ndarray | None], *, segment: int, versions: np.ndarray | None, now_s: float
     ) -> tuple[str, ...]:
-        """Create the new rows and add the columns to all rows but the late ones. Returns the ids that are late."""
+        """Create the new rows and add the columns to all rows but the late ones. Return the ids that are late."""
         state = self._state
         assert 0 <= segment <= MAX_SEGMENT and not state.segments.is_live(segment), f"segment={segment}: taken"
         new, slots = np.flatnonzero(self.new), self.slots.copy()

@@ -1,4 +1,4 @@
-"""Serializes the table to a few flat arrays and a JSON string, and back: live rows and remembered endings.
+"""Serialize the table to a few flat arrays and a JSON string, and back: live rows and remembered endings.
 
 Rows are stored in the order of their numbers and keep them; slots are assigned again. Leased rows are open in the copy:
 their readers hold leases of another table."""

@@ -49,7 +49,7 @@ class SampleTable:
         return self.state.pages.count
 
     def check_put(self, ids: Sequence[str], columns: Iterable[str], groups: Sequence[str] = ()) -> int:
-        """Validate a put without storing it. Returns how many samples would be new."""
+        """Validate a put without storing it. Return how many samples would be new."""
         batch = PutBatch(self.state, ids, groups)
         batch.check(tuple(columns))
         return int(batch.new.sum())
@@ -65,7 +65,7 @@ class SampleTable:
         now_s: float = 0.0,
         claim: str = "",
     ) -> tuple[str, ...]:
-        """Create rows, or add columns to live ones, which the task `claim`, if any, claims. Returns the ids that were
+        """Create rows, or add columns to live ones, which the task `claim`, if any, claims. Return the ids that were
         dropped before and so are not stored.
 
         `columns`: tokens (B,) of ragged ones, None for dense ones. Sample i lies at position i of `segment`, a number
@@ -183,7 +183,7 @@ class SampleTable:
         self.state.views.refresh(slots, number)
 
     def expire(self, now_s: float) -> int:
-        """Open every sample whose lease has expired. Returns how many."""
+        """Open every sample whose lease has expired. Return how many."""
         expired = self.state.claims.expire(now_s)
         for task, slots in expired:
             self.state.views.refresh(slots, task)
@@ -193,7 +193,7 @@ class SampleTable:
         return self.state.claims.next_expiry_s()
 
     def ack(self, task: str, ids: Iterable[str], *, replayed: bool = False) -> Ended:
-        """Acknowledge `ids` for `task`: they are never handed to it again. Returns the rows that are done by it.
+        """Acknowledge `ids` for `task`: they are never handed to it again. Return the rows that are done by it.
 
         An ack after the lease expired counts; a repeated one, or one for a sample dropped meanwhile, changes nothing.
         `replayed`: skip the check that the task ever received the samples, as a journal does not record leases.

@@ -11,7 +11,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Selection:
-    """Selects the samples of one batch: for which task, with which columns, how many, and which of those ready."""
+    """Select the samples of one batch: for which task, with which columns, how many, and which of those ready."""
 
     task: str
     """the stage that reads; it acknowledges what it was handed"""

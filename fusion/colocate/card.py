@@ -41,7 +41,7 @@ from fusion.training.states import ResidentStates
 
 
 class LoadedCard:
-    """Loads what the roles of ``rank`` need. Construction is collective over all cards of the run; for a ``restart``,
+    """Load what the roles of ``rank`` need. Construction is collective over all cards of the run; for a ``restart``,
     over those of its engine. Arguments are those of `LoadedWorker` and of its `prepare`.
 
     ``trainer`` and ``checkpoint_writer`` are None on a card that does not train, ``engine`` and ``generation`` on one

@@ -14,7 +14,7 @@ OWN_CARDS = ("separate", "hybrid")
 
 @dataclass
 class DeploymentConfig(Group, path="fusion"):
-    """Configures which cards have which roles."""
+    """Configure which cards have which roles."""
 
     deployment: str = key("colocated", one_of=DEPLOYMENTS, read_by="simulate")
     """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: training and
@@ -40,7 +40,7 @@ class DeploymentConfig(Group, path="fusion"):
 
 @dataclass
 class FusionConfig(OffloadConfig, SwitchConfig, DeploymentConfig):
-    """Configures which cards have which roles, and how a card switches between training and generation."""
+    """Configure which cards have which roles, and how a card switches between training and generation."""
 
     double_buffer: bool = key(
         False,

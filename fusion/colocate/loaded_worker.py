@@ -26,7 +26,7 @@ from fusion.rollout.partial_samples import SampleStore
 
 
 class LoadedWorker:
-    """Joins the other workers of a run and loads the components of its card. ``rank``: of this card in the run;
+    """Join the other workers of a run and load the components of its card. ``rank``: of this card in the run;
     ``queue``: where samples are read from and written to; ``parts``: factories of the card's components; None: chosen
     by the spec; ``exchange_texts``: sends a message to the text store of the run and returns its reply
     (`TextExchange`); None: engines draft from their own text; ``kv_peers``: the KV pools of the other machines; None:

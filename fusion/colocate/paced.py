@@ -67,7 +67,7 @@ def observe_load(step: EngineStep) -> StepSums:
 
 
 class PacedEngine(EmbeddedEngine):
-    """Adds the time of KV copies: to the host as a separate step, except at the end of a chunk, where the copy overlaps
+    """Add the time of KV copies: to the host as a separate step, except at the end of a chunk, where the copy overlaps
     with the next steps; from the host as part of a step."""
 
     def __init__(self, *args: Any, pacer: Pacer, cost: EngineCost, adopt_s: float = 0.0, **options: Any):
@@ -133,7 +133,7 @@ class PacedTrainEngine(EmbeddedTrainEngine):
 
 
 class PacedSwitcher(PhaseSwitcher):
-    """Adds the time of switches. Loading the optimizer overlaps with training; work that needs it earlier waits for it
+    """Add the time of switches. Loading the optimizer overlaps with training; work that needs it earlier waits for it
     (kind ``onload``)."""
 
     def __init__(self, *, pacer: Pacer, cost: SwitchCost, **options: Any):

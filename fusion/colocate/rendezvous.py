@@ -39,7 +39,7 @@ class NotReached(RuntimeError):
 
 
 class Rendezvous:
-    """Holds the bound socket at which the first card's store will listen. ``address``: for `join`, of all cards."""
+    """Hold the bound socket at which the first card's store will listen. ``address``: for `join`, of all cards."""
 
     def __init__(self, host: str) -> None:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -61,7 +61,7 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
 
 
 class StageLog:
-    """Records a card between two reports. ``stage_name``: the current one, or "idle"; ``pacer``: of modelled time."""
+    """Record a card between two reports. ``stage_name``: the current one, or "idle"; ``pacer``: of modelled time."""
 
     def __init__(self, rank: int, device: Device, pacer: Pacer | None = None):
         self.rank, self.device, self.pacer = rank, device, pacer

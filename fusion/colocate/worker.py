@@ -218,7 +218,7 @@ class Worker(LoadedWorker):
 
     def save(self, checkpoint: str, export: str) -> None:
         """Write the copy of `snapshot`: the trainer's state to ``checkpoint``, the weights to the Hugging Face folder
-        ``export``. Other stages may run meanwhile. Returns when all cards' files are on disk."""
+        ``export``. Other stages may run meanwhile. Return when all cards' files are on disk."""
         self._checkpoint_writer.write(checkpoint, export)
 
     def restore(self, checkpoint: str, steps_left: int | None = None) -> None:

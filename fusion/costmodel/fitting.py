@@ -20,19 +20,19 @@ MAX_TOGETHER = 3
 
 def alternatives(setup: Setup) -> list[tuple[str, Any]]:
     """Return settings that take less memory, as (config key, value), by the time that they cost, least first."""
-    found: list[tuple[str, Any]] = []
+    changes: list[tuple[str, Any]] = []
     if setup.fusion.double_buffer and not setup.shared:
-        found.append(("fusion.double_buffer", False))
-    found += [("fusion.offload", "switch")] if setup.fusion.offload == "none" else []
-    found += [("fusion.offload", "stream")] if setup.fusion.offload != "stream" else []
-    found += [] if setup.training.recompute else [("training.recompute", True)]
+        changes.append(("fusion.double_buffer", False))
+    changes += [("fusion.offload", "switch")] if setup.fusion.offload == "none" else []
+    changes += [("fusion.offload", "stream")] if setup.fusion.offload != "stream" else []
+    changes += [] if setup.training.recompute else [("training.recompute", True)]
     longest, tokens = setup.workload.longest_sample, setup.training.token_budget // 2
     while tokens >= longest:
-        found.append(("training.token_budget", tokens))
+        changes.append(("training.token_budget", tokens))
         tokens //= 2
-    found += [("parallel.infer.dcp", dcp) for dcp in shared_kv_sizes(setup, setup.infer)]
+    changes += [("parallel.infer.dcp", dcp) for dcp in shared_kv_sizes(setup, setup.infer)]
     sizes = [cp for cp in context_sizes(setup, setup.train) if cp > setup.train.cp]
-    return found + [("parallel.train.cp", cp) for cp in sizes]
+    return changes + [("parallel.train.cp", cp) for cp in sizes]
 
 
 def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:

@@ -66,13 +66,13 @@ def load(target: str, label: str) -> Callable[[], Environment]:
         module, name = import_file(target, "environment")
     else:
         module, name = import_module(target.partition(":")[0]), target.partition(":")[2]
-    found = getattr(module, name, None)
-    if found is None:
+    environment = getattr(module, name, None)
+    if environment is None:
         raise ValueError(f"{label}: the file defines no {name!r}")
     for method in METHODS:
-        if not asyncio.iscoroutinefunction(getattr(found, method, None)):
+        if not asyncio.iscoroutinefunction(getattr(environment, method, None)):
             raise ValueError(f"{label}: expected a class with async methods {', '.join(METHODS)}; {method} is none")
-    return found
+    return environment
 
 
 def frames_of(work: Any) -> Iterator[tuple[FrameType, int]]:
@@ -92,7 +92,7 @@ class OpenEnvironment:
 
 
 class Server:
-    """Answers the orders of one connection, each in a task of its own."""
+    """Answer the orders of one connection, each in a task of its own."""
 
     def __init__(self, create: Callable[[], Environment], options: dict[str, Any]) -> None:
         self._create, self._options, self._pid = create, options, os.getpid()

@@ -132,7 +132,7 @@ def checked_messages(messages: Any) -> list[dict[str, str]]:
 def checked_start(messages: Any, tools: Any) -> tuple[Turn, list[dict[str, Any]]]:
     """Return the first messages of an environment, and the schemas of its tools, as plain values.
     Raise EnvironmentFailed: `bad_turn`: there are no messages, or either is something else."""
-    if not (found := checked_messages(messages)):
+    if not (checked := checked_messages(messages)):
         raise EnvironmentFailed("bad_turn", "reset returned no messages")
     try:
         schemas = json.loads(json.dumps(tools))
@@ -140,7 +140,7 @@ def checked_start(messages: Any, tools: Any) -> tuple[Turn, list[dict[str, Any]]
         raise EnvironmentFailed("bad_turn", f"tools are no JSON: {error}") from None
     if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
         raise EnvironmentFailed("bad_turn", f"tools are {tools!r:.40}; expected a list of JSON schemas")
-    return Turn(found), schemas
+    return Turn(checked), schemas
 
 
 def checked_turn(turn: Any) -> Turn:

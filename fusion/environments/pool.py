@@ -75,7 +75,7 @@ class EnvChild(GuardedProcess[Reply | str]):
 
 
 class EnvPool(GuardedPool[EnvChild]):
-    """Runs environments in `config.workers` children. `begin`, `poll` and `end` are called by one thread. The
+    """Run environments in `config.workers` children. `begin`, `poll` and `end` are called by one thread. The
     constructor starts the children, which are kept alive, and returns when they are ready.
     ``on_result``: called on a thread of the pool when `poll` has a result.
     Raise ValueError: the config is invalid, or the user's class cannot be loaded (names `environment.path`)."""
@@ -209,7 +209,7 @@ class EnvPool(GuardedPool[EnvChild]):
                 self._send(child, work.order)
             return
         if child is None:
-            child = min((one for one in self._children if one.ready), key=lambda one: one.load, default=None)
+            child = min((child for child in self._children if child.ready), key=lambda one: one.load, default=None)
         if child is not None:
             self._dispatch(child, work)
         elif self._children:
@@ -285,7 +285,7 @@ class EnvPool(GuardedPool[EnvChild]):
     def _expire(self) -> None:
         """End each child that has not replied to an order in time and is silent: its loop is blocked."""
         now = time.monotonic()
-        for child in [one for one in self._children if not one.ready and one.deadline <= now]:
+        for child in [child for child in self._children if not child.ready and child.deadline <= now]:
             self._fail_start(self._drop_late(child))
         while self._due and self._due[0][0] <= now:
             _, number, child = heapq.heappop(self._due)

@@ -40,9 +40,9 @@ class Template(Protocol):
 
 
 class Bridge:
-    """Continues conversations of one template.
+    """Continue conversations of one template.
     ``end_token_ids``: tokens that end a turn when they are sampled.
-    Raises ValueError: there is no template."""
+    Raise ValueError: there is no template."""
 
     def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
         self._template, self._ends = template, frozenset(end_token_ids)

@@ -127,16 +127,16 @@ def _kimi_k2(text: str) -> list[ToolCall]:
 def _between(text: str, begin: str, end: str) -> Iterator[str]:
     """Yield what stands between the first ``begin`` and each ``end`` that follows one."""
     for part in text.split(end)[:-1]:
-        _, found, body = part.partition(begin)
-        if found:
+        _, mark, body = part.partition(begin)
+        if mark:
             yield body
 
 
 def _divided(text: str, begin: str, separator: str, end: str) -> Iterator[tuple[str, str]]:
     """Yield the same in two parts, where there is a separator."""
     for body in _between(text, begin, end):
-        head, found, rest = body.partition(separator)
-        if found:
+        head, mark, rest = body.partition(separator)
+        if mark:
             yield head, rest
 
 
@@ -156,19 +156,19 @@ def _tagged(tags: Tags, text: str) -> list[ToolCall]:
 def _arguments(tags: Tags, text: str) -> dict[str, str] | None:
     """Return arguments by name; None if there is anything else."""
     *parts, left = tags.end.split(text)
-    found = {}
+    arguments = {}
     for part in parts:
         before, _, argument = part.partition(tags.begin)
         name, *value = tags.value.split(argument, maxsplit=1)
         if before.strip() or not value:
             return None
-        found[name] = value[0]
-    return None if left.strip() else found
+        arguments[name] = value[0]
+    return None if left.strip() else arguments
 
 
 def _decoded_values(call: ToolCall, schemas: Schemas) -> ToolCall:
     """Decode the arguments that are JSON and that the tool does not take as texts."""
-    functions = [function for one in schemas if isinstance(function := one.get("function"), dict)]
+    functions = [function for schema in schemas if isinstance(function := schema.get("function"), dict)]
     parameters = next((one.get("parameters") for one in functions if one.get("name") == call["name"]), None)
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     arguments = {}

@@ -88,10 +88,10 @@ def type_schema(hint: Any) -> dict[str, Any]:
     Raise KeyError: it is something else."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Literal:
-        kinds = {JSON_TYPES[type(one)] for one in parts}
+        kinds = {JSON_TYPES[type(part)] for part in parts}
         return ({"type": kinds.pop()} if len(kinds) == 1 else {}) | {"enum": [*parts]}
     if origin in (Union, UnionType):
-        return {"anyOf": [type_schema(one) for one in parts]}
+        return {"anyOf": [type_schema(part) for part in parts]}
     if origin is list:
         return {"type": "array", "items": type_schema(parts[0])}
     if origin is dict and parts[0] is str:
@@ -123,11 +123,11 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 def _described(function: Callable[..., Any]) -> dict[str, dict[str, str]]:
     """Return the descriptions of parameters, by name, each as a part of its schema."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     section = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
     for line in section.splitlines():
         if begun := PARAMETER.fullmatch(line):
-            found[begun[1]] = begun[2]
-        elif found:
-            found[[*found][-1]] += f" {line.strip()}"
-    return {name: {"description": text} for name, text in found.items()}
+            texts[begun[1]] = begun[2]
+        elif texts:
+            texts[[*texts][-1]] += f" {line.strip()}"
+    return {name: {"description": text} for name, text in texts.items()}

@@ -68,7 +68,7 @@ def _lower_bound(demands: Mapping[Ranks, float], load: Mapping[int, float]) -> f
 
 
 class Deal:
-    """Assigns pieces to ranks so that, at any time, each rank has carried about its fraction of every demand.
+    """Assign pieces to ranks so that, at any time, each rank has carried about its fraction of every demand.
 
     A piece is assigned whole to the rank with the largest deficit; one of more than ``grain`` is split among the ranks
     with a deficit."""

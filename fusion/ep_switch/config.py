@@ -8,7 +8,7 @@ from fusion.telemetry.validation import Group
 
 @dataclass
 class SwitchConfig(Group, path="fusion"):
-    """Configures how weights move between two layouts."""
+    """Configure how weights move between two layouts."""
 
     bucket_bytes: int = key(256 << 20, at_least=1024, at_most=1 << 40, read_by="plan")
     """Bytes of one bucket, the unit in which weights move: a switch holds a few buckets beyond the weights. Weights are

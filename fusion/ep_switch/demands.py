@@ -16,7 +16,7 @@ COMPACT = 0.7
 
 
 class Demand(NamedTuple):
-    """Holds what filling slabs needs: (rank, bytes allocated), one object for equal ones, and (unit, elements read) of
+    """Hold what filling slabs needs: (rank, bytes allocated), one object for equal ones, and (unit, elements read) of
     units to be released."""
 
     takes: tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ def demands_of(hops: Hops, size: list[int], itemsize: int) -> list[Demand]:
 
 
 class DemandTable:
-    """Holds what slabs allocate and read as arrays, to evaluate all that are left at once, with the same results to the
+    """Hold what slabs allocate and read as arrays, to evaluate all that are left at once, with the same results to the
     bit as the search has one by one. Many slabs have the same allocations, which are summed once.
     ``shares``: the units that every slab reads, with their ranks and bytes that it reads.
     ``size``: bytes of each unit.

@@ -26,7 +26,7 @@ Kind = Literal["auto", "shared", "collective"]
 
 @dataclass(frozen=True)
 class Vote:
-    """Holds what a rank reports to all others before and after the rounds."""
+    """Hold what a rank reports to all others before and after the rounds."""
 
     failures: tuple[SwitchFailure, ...] = ()
     digest: int = 0
@@ -59,7 +59,7 @@ class PeerLost(Exception):
 
 
 class Exchange:
-    """Implements one rank's end of the exchange; this one that of a rank alone, which sends nothing. ``peers``: every
+    """Implement one rank's end of the exchange; this one that of a rank alone, which sends nothing. ``peers``: every
     rank of the group, including those of the plan.
 
     The calls of a switch are made in the order begin, open, agree, (settle k-2, send k, receive k-1) for every round,

@@ -31,7 +31,7 @@ _switches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class CollectiveExchange(Exchange):
-    """Implements the exchange by collectives of a process group. `settle` waits for nothing: the data was packed before
+    """Implement the exchange by collectives of a process group. `settle` waits for nothing: the data was packed before
     any later work of this rank's stream. ``common``: as of `Exchange`."""
 
     name = "collective"

@@ -35,7 +35,7 @@ the release of its memory and its closing vote."""
 
 
 class Ready(NamedTuple):
-    """Locates a round's segment by the handles of its units (`PeerSegment.lent`), with its checksums if enabled."""
+    """Locate a round's segment by the handles of its units (`PeerSegment.lent`), with its checksums if enabled."""
 
     handles: bytes
     sums: bytes
@@ -69,7 +69,7 @@ class Message:
 
 
 class PeerMessages:
-    """Holds the received and unprocessed messages of a group's ranks; lives as long as their sockets."""
+    """Hold the received and unprocessed messages of a group's ranks; lives as long as their sockets."""
 
     def __init__(self, sockets: PeerSockets, peers: Sequence[int]):
         self.sockets = sockets
@@ -115,7 +115,7 @@ class PeerMessages:
 
 
 class SharedExchange(Exchange):
-    """Implements the exchange by reading the storage of other processes on this machine. `abandon` does nothing: the
+    """Implement the exchange by reading the storage of other processes on this machine. `abandon` does nothing: the
     closing vote is sent at once. ``common``: as of `Exchange`."""
 
     name = "shared"

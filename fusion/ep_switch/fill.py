@@ -19,7 +19,7 @@ from fusion.npu import Device
 
 
 class HostPart(NamedTuple):
-    """Maps contiguous elements of the parameter ``name``: from ``start`` on in a unit of the target, and in host memory
+    """Map contiguous elements of the parameter ``name``: from ``start`` on in a unit of the target, and in host memory
     as ``values``, flat float32, pinned so that copies do not block."""
 
     name: str
@@ -32,7 +32,7 @@ HostParts = Mapping[int, Sequence[HostPart]]
 
 
 class HostFill:
-    """Fills the hosted units of a rank, for any number of switches."""
+    """Fill the hosted units of a rank, for any number of switches."""
 
     def __init__(self, device: Device):
         self._device = device

@@ -24,7 +24,7 @@ from fusion.model.spec import LayerSpec
 
 
 class Place(NamedTuple):
-    """Locates a box in a rank's storage: index (i, j) is element ``offset`` + (i, j) · ``strides`` of a unit.
+    """Locate a box in a rank's storage: index (i, j) is element ``offset`` + (i, j) · ``strides`` of a unit.
 
     ``unit``: index in `Layout.units`, which is also the index in the `Buckets` built from them."""
 
@@ -52,7 +52,7 @@ def _cache() -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes the weights of one model over ``ranks`` (global ranks, in layout order).
+    """Describe the weights of one model over ``ranks`` (global ranks, in layout order).
     ``parallel``: one grid of ``parallel.world`` consecutive ranks; a layout of several engines has a multiple of them.
     ``dtype``, ``bucket_bytes``: as passed to the model.
     ``format``: of the model that holds the weights: its local tensors and how they are stored.

@@ -20,7 +20,7 @@ Regions = tuple[tuple[str, Box], ...]
 
 
 class Move(NamedTuple):
-    """Moves elements from a place on one rank to a place on another, or on the same one.
+    """Move elements from a place on one rank to a place on another, or on the same one.
 
     ``regions`` are the boxes that they belong to. One box: ``shape`` is the box's, in the global orientation. Several
     boxes that are contiguous on both ends: ``shape`` is ``(numel,)``, and each box is stored in it row by row
@@ -62,7 +62,7 @@ class Move(NamedTuple):
 
 
 class Moves(Sequence[Move]):
-    """Completes moves one by one: a plan of many ranks has too many to store.
+    """Complete moves one by one: a plan of many ranks has too many to store.
     ``ends``: [n, 4]: sender, receiver, elements, whether relayed.
     ``pieces``: [n, …]: arguments of ``complete``."""
 
@@ -121,7 +121,7 @@ def united(rounds: Sequence[Round]) -> Round:
     """Return successive rounds, to which nothing is restored, as one."""
     assert not any(one.restore_before for one in rounds)
     moves = [one.moves for one in rounds]
-    ends, pieces = (np.concatenate(parts) for parts in ([one.ends for one in moves], [one.pieces for one in moves]))
+    ends, pieces = (np.concatenate(parts) for parts in ([move.ends for move in moves], [move.pieces for move in moves]))
     return Round(
         Moves(ends, pieces, moves[0].complete),
         any(one.exchange for one in rounds),

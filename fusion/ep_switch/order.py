@@ -35,7 +35,7 @@ from fusion.ep_switch.demands import Demand, DemandTable
 
 @dataclass
 class Storage:
-    """Holds the bytes that every rank holds and may hold while slabs are filled one after the other.
+    """Hold the bytes that every rank holds and may hold while slabs are filled one after the other.
     ``resident``: bytes held before the first slab, by rank.
     ``limit``: maximum bytes, by rank.
     ``size``: bytes of each source unit, by its number; 0: it is not released after its last read.
@@ -245,15 +245,15 @@ class _Search:
         """Return (excess bytes on the worst rank, that rank) and what `_evaluate` sums over many allocations, which
         slabs have in common."""
         ranks, nbytes = self.table.takes[id(takes)]
-        at, found = self.of_many.get(id(takes), (-1, (0, 0, 0.0, 0.0)))
+        at, fit = self.of_many.get(id(takes), (-1, (0, 0, 0.0, 0.0)))
         if np.maximum.reduce(self.changed[ranks]) > at:
             beyond, real, fluid = self.over[ranks] + nbytes, inf, inf
             worst = int(beyond.argmax())
             if beyond[worst] <= 0:  # in sequence, as `_evaluate`: numpy's own sums are of pairs
                 real, fluid = np.add.accumulate(self.weight_arrays[:, ranks] * nbytes, axis=1)[:, -1].tolist()
-            found = int(beyond[worst]), int(ranks[worst]), real, fluid
-            self.of_many[id(takes)] = len(self.order), found
-        return found
+            fit = int(beyond[worst]), int(ranks[worst]), real, fluid
+            self.of_many[id(takes)] = len(self.order), fit
+        return fit
 
     def _excess(self, indices: tuple[int, ...]) -> int:
         """Return the maximum bytes by which a rank would exceed its limit at any time if these slabs were next."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SwitchReport:
-    """Reports what a switch did on this rank."""
+    """Report what a switch did on this rank."""
 
     bytes_moved: int
     """Bytes received from other ranks, without checksums."""
@@ -46,7 +46,7 @@ finish: the agreement that all ranks are done."""
 
 
 class Stopwatch:
-    """Measures the parts of a switch by events on the current stream, without waiting for it."""
+    """Measure the parts of a switch by events on the current stream, without waiting for it."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -77,7 +77,7 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class SwitchFailure(RankFailure):
-    """Reports why a switch failed on a rank."""
+    """Report why a switch failed on a rank."""
 
     round: int = -1
     """Round of the failure; -1: before the first."""

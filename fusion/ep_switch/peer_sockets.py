@@ -57,7 +57,7 @@ def is_trusted(connection: socket.socket) -> bool:
 
 
 class Invitation(NamedTuple):
-    """Lets a rank connect to a `Listener`. Sent over the process group only: ``secret`` (hexadecimal) must not be
+    """Let a rank connect to a `Listener`. Sent over the process group only: ``secret`` (hexadecimal) must not be
     readable by other users, whereas everyone on the machine can list ``address``."""
 
     address: str
@@ -65,7 +65,7 @@ class Invitation(NamedTuple):
 
 
 class Listener:
-    """Accepts the connections of peers from the moment it is made. ``invitation``: what they need to connect."""
+    """Accept the connections of peers from the moment it is made. ``invitation``: what they need to connect."""
 
     def __init__(self) -> None:
         # An abstract address leaves nothing on disk, however the rank ends.

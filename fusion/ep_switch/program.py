@@ -17,7 +17,7 @@ from fusion.model.weights import Buckets
 
 @dataclass
 class Stage:
-    """Holds one round of a rank, in the order of execution."""
+    """Hold one round of a rank, in the order of execution."""
 
     allocate: tuple[int, ...]
     copies: tuple[list[Run], list[Run]]
@@ -39,7 +39,7 @@ class Stage:
 
 @dataclass
 class Program:
-    """Holds all rounds of a rank, and the size of one slot of each wire buffer in elements of ``wire_dtype``."""
+    """Hold all rounds of a rank, and the size of one slot of each wire buffer in elements of ``wire_dtype``."""
 
     stages: list[Stage]
     dtypes: tuple[torch.dtype, torch.dtype]

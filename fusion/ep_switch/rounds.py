@@ -69,7 +69,7 @@ class _Packer:
     def __init__(self, hops: Hops, room: int, storage: Storage, itemsize: int):
         self.hops, self.storage, self.itemsize = hops, storage, itemsize
         self.rounds: list[array[int]] = []
-        """By round, (number of the hop, start, stop) of each piece"""
+        """(Number of the hop, start, stop) of each piece, by round"""
         self.send = [_Lane(room) for _ in storage.limit]
         self.write = [_Lane(room) for _ in storage.limit]
         self.held = [_Held(*of_rank) for of_rank in zip(storage.resident, storage.limit, strict=True)]
@@ -176,7 +176,7 @@ class _Packer:
 
 
 class _Lane:
-    """Tracks what one rank may still send, or write, in each round. ``open``: the first round with at least
+    """Track what one rank may still send, or write, in each round. ``open``: the first round with at least
     ``min_numel`` elements left."""
 
     __slots__ = ("left", "min_numel", "open", "room")
@@ -209,7 +209,7 @@ def _first_room(one: _Lane, other: _Lane, at: int, max_numel: int) -> tuple[int,
 
 
 class _Held:
-    """Tracks the bytes that one rank holds in each round."""
+    """Track the bytes that one rank holds in each round."""
 
     __slots__ = ("change", "final", "last", "limit")
 

@@ -30,7 +30,7 @@ Lent = tuple[bool, int]
 
 
 class Run(NamedTuple):
-    """Locates elements of one storage unit that are contiguous on the wire; ``name`` is the first global tensor."""
+    """Locate elements of one storage unit that are contiguous on the wire; ``name`` is the first global tensor."""
 
     flats: Flats
     place: Place
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class PeerUnits:
-    """Holds the units of another rank that this one reads in place. Views of them stay valid while they move."""
+    """Hold the units of another rank that this one reads in place. Views of them stay valid while they move."""
 
     def __init__(self) -> None:
         self.flats: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = {}, {}
@@ -60,7 +60,7 @@ class PeerUnits:
 
 
 class PeerSegment:
-    """Represents what this rank sends to, or receives from, one peer in a round: a range of the wire, or read in place.
+    """Represent what this rank sends to, or receives from, one peer in a round: a range of the wire, or read in place.
     ``into``: this rank's storage that receives it; None: this rank sends it.
     ``out_of``: (source storage, target storage for relayed moves) of the sender; on the receiver, those `PeerUnits`."""
 

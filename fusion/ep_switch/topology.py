@@ -20,7 +20,7 @@ SAME_CLASS = 0.9
 
 @dataclass(frozen=True)
 class Topology:
-    """Holds the properties of the machine that a plan depends on.
+    """Hold the properties of the machine that a plan depends on.
     ``ranks_per_card``, ``ranks_per_node``, ``ranks_per_supernode``: each divides the next.
     ``bytes_per_s``: bandwidth of one rank's sends, by level as in `LEVELS`.
     ``host_bytes_per_s``: from pinned host memory into one rank, all ranks of a node at once.

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Switcher:
-    """Moves the weights from ``source`` to ``target`` by a plan, any number of times.
+    """Move the weights from ``source`` to ``target`` by a plan, any number of times.
     ``source``: in the layout ``plan.source``.
     ``target``: in the layout ``plan.target``. Its dtype may differ. Units that are equal in both (`Plan.shared`) have
     common storage (``share`` of `Buckets`) and are not touched.

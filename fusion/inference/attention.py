@@ -101,7 +101,7 @@ class PagedAttention:
         return context.merge(out, lse.index_fill_(0, batch.empty, -torch.inf))
 
     def _attend_latents(self, q: Pair, pool: torch.Tensor, chunk: LongChunk, up: Up) -> torch.Tensor:
-        """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
+        """Compute the attention of a long chunk over its latents. Return [T, H, V]."""
         (rows,), (length,), layout = chunk.lengths, chunk.kv_lengths, self.cache.layout
         latent_SL = _in_order(self._blocks_of(pool, chunk), chunk).squeeze(1)
         absorbs = layout.absorbs(rows, length, head_dim=up.spec.head_dim)

@@ -252,8 +252,8 @@ def _sort_chunks(step: EngineStep, invariant: bool) -> tuple[list[Piece], list[P
 
 def _block_table(holders: list[Sequence | PathRows]) -> tuple[np.ndarray, np.ndarray]:
     """All blocks that these hold in one array, and where each one's begin."""
-    lengths = np.fromiter((len(one.blocks) for one in holders), np.int64, len(holders))
-    table = np.frombuffer(b"".join([one.blocks for one in holders]), np.int64)  # arrays, joined as bytes
+    lengths = np.fromiter((len(holder.blocks) for holder in holders), np.int64, len(holders))
+    table = np.frombuffer(b"".join([holder.blocks for holder in holders]), np.int64)  # arrays, joined as bytes
     return table, np.cumsum(lengths) - lengths
 
 

@@ -44,10 +44,10 @@ class BlockManager:
     def __init__(self, count: int, block_size: int):
         self.count, self.block_size = count, block_size
         self._free: list[int] = []
-        """Without the blocks that were never taken, which are free, too"""
+        """Free blocks, without those that were never taken"""
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._references: list[int] = []
-        """Of the blocks that were ever taken, as `_names`"""
+        """Number of holders of each block that was ever taken, as `_names`"""
         self._names: list[BlockName | None] = []
         self._by_name: dict[BlockName, int] = {}
 
@@ -62,7 +62,7 @@ class BlockManager:
         return self.count - len(self._references) + len(self._free) + len(self._cached)
 
     def find(self, names: Iterable[BlockName]) -> list[int]:
-        """Return the blocks of the longest cached prefix of a chain of names. Takes no reference."""
+        """Return the blocks of the longest cached prefix of a chain of names. Take no reference."""
         blocks = []
         for name in names:
             block = self._by_name.get(name)

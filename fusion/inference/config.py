@@ -14,11 +14,11 @@ from fusion.telemetry.validation import Checks, Group
 
 DRAFTS = ("none", "siblings", "history", "both")
 AUTO = "auto"
-"""Of a key whose value follows from others when a run starts (`stalesync/job/automatic.py`); until then it is off"""
+"""Value of a key that follows from others when a run starts (`stalesync/job/automatic.py`); until then it is off"""
 POOLED, DRAFTED = {"suspended": ("pool",)}, {"source": DRAFTS[1:]}
 """Where keys of `rollout.kv_pool` and of `rollout.drafts` have an effect"""
 FORCED_SPREAD = (0.89, 0.43, 0.01)
-"""Of a published trace (`stalesync/prompts/lengths.py`)"""
+"""Spread of a published trace (`stalesync/prompts/lengths.py`)"""
 
 WRITTEN_LINE_END = re.compile(r"\\n(?![a-z])")
 """A backslash and an n that no shell has read as a line end; before a lowercase letter it may be LaTeX, as in \\neq"""

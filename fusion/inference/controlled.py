@@ -44,7 +44,7 @@ class ControlledEngine(ABC):
         self._interned: dict[SamplingParams, SamplingParams] = {}
         self._idle = True
         self._busy_s = 0.0
-        """Of the last step, where drafts are verified"""
+        """Seconds of all steps in which there was something to compute"""
 
     # What a subclass defines
 

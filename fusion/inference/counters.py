@@ -48,7 +48,7 @@ class Counters:
     kv_pool_pulls: int = 0
     """Requests continued behind KV that another rank or engine wrote"""
     kv_pool_remote: int = 0
-    """Of these, requests whose KV was on another machine"""
+    """Those of these requests whose KV was on another machine"""
     kv_pool_prompts: int = 0
     """Prompts whose blocks were copied from files instead of computed; siblings that share them are one"""
     kv_pool_misses: int = 0

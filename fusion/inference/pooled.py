@@ -206,8 +206,8 @@ class PooledKV(ParkedKV):
         if not wanted:
             return
         self._free_restored()
-        found = [self._fetch(sequences[id], version) if id in sequences else HIT for id in wanted]
-        for id, result in zip(wanted, agree(found), strict=True):
+        fetched = [self._fetch(sequences[id], version) if id in sequences else HIT for id in wanted]
+        for id, result in zip(wanted, agree(fetched), strict=True):
             if id in sequences:
                 self._settle_fetch(sequences[id], result)
         if self.store is not None:
@@ -278,9 +278,9 @@ class PooledKV(ParkedKV):
         key, names = self._key(seq.request.id, version, tokens, [])
         try:
             for source in self._sources(seq.request):
-                if (found := source.find(key)) is not None:
-                    with closing(found):
-                        read = self._read(seq, tokens, found, version=version, names=names)
+                if (entry := source.find(key)) is not None:
+                    with closing(entry):
+                        read = self._read(seq, tokens, entry, version=version, names=names)
                     return read if source is self.store or read < PULLED else REMOTE
             return MISSING
         except KVDamaged as error:
@@ -304,37 +304,37 @@ class PooledKV(ParkedKV):
             yield from self._peers.of(request.kv_engine)
 
     def _read(
-        self, seq: scheduler.Sequence, tokens: list[int], found: FoundKV, *, version: int, names: list[BlockName]
+        self, seq: scheduler.Sequence, tokens: list[int], entry: FoundKV, *, version: int, names: list[BlockName]
     ) -> int:
-        self._check(found, found.computed)
-        count = -(-found.computed // self._cache.block_size)
+        self._check(entry, entry.computed)
+        count = -(-entry.computed // self._cache.block_size)
         if self._max_blocks is not None and self.blocks + count > self._max_blocks:
             return MISSING
-        routing = self._empty_routing(found.computed)
-        (region,) = self._host.take([found.kv_bytes])
+        routing = self._empty_routing(entry.computed)
+        (region,) = self._host.take([entry.kv_bytes])
         try:
-            found.read(region, routing)
+            entry.read(region, routing)
         except BaseException:
             self._host.give([region])
             raise
         self._entries[seq.request.id] = ParkedEntry(
             tokens=tokens,
-            computed=found.computed,
+            computed=entry.computed,
             since=version,
-            names=names[: found.computed // self._cache.block_size] if self._names_blocks else [],
+            names=names[: entry.computed // self._cache.block_size] if self._names_blocks else [],
             blocks=count,
             region=region,
             routing=routing,
             copied=self._event(),
         )
-        return HIT if found.own else PULLED
+        return HIT if entry.own else PULLED
 
-    def _check(self, found: FoundKV, computed: int) -> None:
+    def _check(self, entry: FoundKV, computed: int) -> None:
         """Raise KVDamaged: it is not KV of so many tokens on this rank, with routing where this rank records it."""
         cache, kv_bytes = self._routing, -(-computed // self._cache.block_size) * self._cache.block_bytes
         routing = () if cache is None else (computed, *cache.cell[1:], cache.dtype.itemsize)
-        if (found.computed, found.kv_bytes, found.routing) != (computed, kv_bytes, routing):
-            had = f"{found.computed} tokens, {found.kv_bytes} bytes of KV, routing {found.routing}"
+        if (entry.computed, entry.kv_bytes, entry.routing) != (computed, kv_bytes, routing):
+            had = f"{entry.computed} tokens, {entry.kv_bytes} bytes of KV, routing {entry.routing}"
             raise KVDamaged(f"it has {had}; expected {computed}, {kv_bytes}, {routing}")
 
     def _empty_routing(self, computed: int) -> torch.Tensor | None:

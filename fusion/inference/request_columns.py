@@ -46,11 +46,11 @@ class Requests(Sequence[Request]):
 
 def to_columns(requests: Sequence[Request]) -> dict[str, Any]:
     """Return the requests by field: lists of plain data, which JSON can encode."""
-    columns: dict[str, Any] = {name: [getattr(one, name) for one in requests] for name in OWN}
+    columns: dict[str, Any] = {name: [getattr(request, name) for request in requests] for name in OWN}
     for name in SHARED:
-        columns[name] = _distinct([getattr(one, name) for one in requests])
+        columns[name] = _distinct([getattr(request, name) for request in requests])
     params, indices = columns["params"]
-    return columns | {"params": ([asdict(one) for one in params], indices)}
+    return columns | {"params": ([asdict(param) for param in params], indices)}
 
 
 def from_columns(columns: Mapping[str, Any]) -> list[Request]:

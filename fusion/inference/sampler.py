@@ -120,8 +120,8 @@ def _sample_filtered(
     order, kept = order[:, :MAX_KEPT_IDS], kept[:, :MAX_KEPT_IDS] & filtered_B.unsqueeze(1)
     log_mass = logprobs_BV.gather(1, order).masked_fill(~kept, -torch.inf).logsumexp(1).where(filtered_B, 0.0)
     logprobs = logprobs_BV.gather(1, tokens).squeeze(1) - log_mass
-    most = max(p.top_k or vocabulary for p in params if _filters(p, vocabulary))
-    return _to_host(tokens.squeeze(1), logprobs, order.where(kept, -1)[:, :most])
+    max_kept = max(p.top_k or vocabulary for p in params if _filters(p, vocabulary))
+    return _to_host(tokens.squeeze(1), logprobs, order.where(kept, -1)[:, :max_kept])
 
 
 def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

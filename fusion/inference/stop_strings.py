@@ -20,9 +20,9 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
         self._strings, self._decode = tuple(strings), decode
-        self._window = max(len(one.encode()) for one in strings) + MARGIN  # a token has at least one byte of text
+        self._window = max(len(string.encode()) for string in strings) + MARGIN  # a token has at least one byte of text
         # A decoder may remove spaces that are alone, and an incomplete character has no text of its own.
-        self._last = {one[-1] for one in strings}
+        self._last = {string[-1] for string in strings}
         self._any_token = any(last.isspace() or not last.isascii() for last in self._last)
         self._may_end: dict[int, bool] = {}
         """Whether a token can be the last one of a stop string"""
@@ -32,7 +32,7 @@ class StopStrings:
         if not self._can_end(tokens[-1]):
             return False
         text = self._decode(tokens[max(start, len(tokens) - self._window) :])
-        return any(one in text for one in self._strings)
+        return any(string in text for string in self._strings)
 
     def _can_end(self, token: int) -> bool:
         if self._any_token:

@@ -66,7 +66,7 @@ class _Shared:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._known: dict[str, dict[int, tuple[Any, Any]]] = {name: {} for name in SHARED}
-        """By field and id: the object, so that no other one gets its id, and what it has become"""
+        """Object, so that no other one gets its id, and what it has become, by field and id"""
 
     def __call__(self, request: Request, name: str) -> Any:
         value = getattr(request, name)

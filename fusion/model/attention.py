@@ -25,7 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Up:
-    """Expands latents to this rank's heads by `kv_b_proj`, or moves its two halves to queries and outputs (DeepSeek-V2,
+    """Expand latents to this rank's heads by `kv_b_proj`, or move its two halves to queries and outputs (DeepSeek-V2,
     arXiv 2405.04434, section 2.1.2).
 
     With W_uk and W_uv the halves of a head, q · (W_uk c) = (W_ukᵀ q) · c, and Σ p (W_uv c) = W_uv Σ p c: either expand
@@ -102,7 +102,7 @@ class Attend(Protocol):
 
 
 class PackedAttention:
-    """Implements `Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
+    """Implement `Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
 
     def __init__(self, lengths: list[int], operators: Plain):
         self.lengths, self.operators = lengths, operators
@@ -116,7 +116,7 @@ class PackedAttention:
 
 
 class SharedPrefixAttention:
-    """Implements `Attend` for packed sequences that share the rows of their prefixes: q, k and v are of the computed
+    """Implement `Attend` for packed sequences that share the rows of their prefixes: q, k and v are of the computed
     rows, and every sequence's own rows attend to the whole sequence."""
 
     def __init__(self, rows: SharedRows, operators: Plain, device: torch.device | str):
@@ -138,7 +138,7 @@ class SharedPrefixAttention:
 
 
 class Attention(nn.Module):
-    """Computes grouped-query attention with this rank's heads."""
+    """Compute grouped-query attention with this rank's heads."""
 
     def __init__(self, spec: GroupedQuery, mesh: Mesh, operators: Plain, *, index: int, eps: float, weights: Weights):
         super().__init__()
@@ -183,7 +183,7 @@ class Attention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Computes multi-head latent attention with this rank's heads."""
+    """Compute multi-head latent attention with this rank's heads."""
 
     def __init__(self, spec: Latent, mesh: Mesh, operators: Plain, *, index: int, weights: Weights):
         super().__init__()

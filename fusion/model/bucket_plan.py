@@ -51,7 +51,7 @@ def unit_bytes(bucket_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Lists the parameters of one flat piece as (parameter, offset in elements); ``numel`` is the piece's size in
+    """List the parameters of one flat piece as (parameter, offset in elements); ``numel`` is the piece's size in
     elements."""
 
     expert: bool

@@ -23,7 +23,7 @@ MAX_WHOLE_ROWS, MAX_GATHERED_ROWS = 512, 2048
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Holds how the ``count`` rows of a pass lie on the TP ranks between blocks. ``whole``: on each TP rank all of
+    """Hold how the ``count`` rows of a pass lie on the TP ranks between blocks. ``whole``: on each TP rank all of
     them, and sums over TP are plain all-reduces, two a layer: for passes so small that a layer takes its time in
     starting operators. Otherwise on each rank its shard (`shard_sizes`), and sums run in rank order. Without gradients
     only. ``by_ep_rank``: where ``whole`` and an EP group spans several attention ranks: the shard of each of its ranks.

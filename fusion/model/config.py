@@ -20,7 +20,7 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Holds the specification of a model: one `LayerSpec` per layer, and what is before and after the layers.
+    """Hold the specification of a model: one `LayerSpec` per layer, and what is before and after the layers.
 
     ``num_labels > 0`` is a reward model (`Qwen3ForSequenceClassification`): its head returns ``num_labels`` scores
     instead of logits. ``family``: the `model_type`. ``num_predictors``: layers after the last that predict further

@@ -18,7 +18,7 @@ from fusion.npu import to_card
 
 
 class RowExchange(NamedTuple):
-    """Plans an exchange of one layer's rows.
+    """Plan an exchange of one layer's rows.
     ``send``, ``receive``: rows to and from each EP rank.
     ``sizes``: rows that arrive at each ETP rank.
     ``order``: indices from (source, expert) to (expert, source), and back, on the card.

@@ -16,7 +16,7 @@ ones. An engine records them with every token, and a trainer renormalises over t
 
 
 class Head:
-    """Computes logits with the weights of a language model's head. ``blocks``: the weights [ids, D] of this TP rank's
+    """Compute logits with the weights of a language model's head. ``blocks``: the weights [ids, D] of this TP rank's
     ids, in consecutive blocks of rows. ``mask``: of ids that no token has; None: the model masks no id.
     ``row_multiple``: as of `fusion.npu.operators.rows.linear`."""
 

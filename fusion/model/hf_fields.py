@@ -40,7 +40,7 @@ order that the tables of a folder can be built for"""
 class Fields:
     """The fields of one `config.json`. ``place``: the config key and the file, for messages. ``renamed``: other name of
     a field → the name that it is read by.
-    Raises ValueError: a field has two values under two names."""
+    Raise ValueError: a field has two values under two names."""
 
     def __init__(self, values: Mapping[str, Any], place: str, renamed: Mapping[str, str] | None = None) -> None:
         self._values, self.place = dict(values), place
@@ -152,9 +152,9 @@ class Fields:
             raise ValueError(f"{self.place} lacks {name}")
         fits = isinstance(value, kind) and not isinstance(value, bool) and -LARGEST < value < LARGEST
         wanted = f"a {'whole ' if kind is int else ''}number {'from 0 on' if zero else 'above 0'}"
-        most = MOST.get(name, MOST_SIZE)
-        if kind is int and fits and value > most:
-            fits, wanted = False, f"{wanted}, at most {most}"
+        largest = MOST.get(name, MOST_SIZE)
+        if kind is int and fits and value > largest:
+            fits, wanted = False, f"{wanted}, at most {largest}"
         return self._checked(name, value, wanted, fits and (value > 0 or zero and value == 0))
 
     def _checked(self, name: str, value: Any, wanted: str, fits: bool) -> Any:

@@ -12,7 +12,7 @@ from fusion.npu import Device
 
 
 class WeightHolder(Protocol):
-    """Holds one rank's shard of a model's weights in one layout. `Transformer` implements it; so can any trainer or
+    """Hold one rank's shard of a model's weights in one layout. `Transformer` implements it; so can any trainer or
     engine whose local tensors `formats` describes, and that keeps them in `Buckets`.
 
     Invariant: ``weights.views[param.name]`` has the shape ``param.shape`` for every ``param`` of ``table``, before and

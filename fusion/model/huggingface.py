@@ -45,7 +45,7 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
     """Load the model's local tensors from a checkpoint folder, all but adapters, converted to their dtype; float8
     matrices are dequantized box by box.
 
-    Returns the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
+    Return the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
     over all ranks they add up, mod MODULUS, to the checksum of the file, in any layout.
     Raise ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json`
     implies."""
@@ -73,7 +73,7 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
 
 
 class BoxReader:
-    """Reads boxes of stored tensors, and nothing around them. ``stack`` closes the files."""
+    """Read boxes of stored tensors, and nothing around them. ``stack`` closes the files."""
 
     def __init__(self, stored: Mapping[str, StoredTensor], scales: BlockScales | None, stack: ExitStack):
         self._stored, self._scales, self._stack = stored, scales, stack
@@ -208,7 +208,7 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 class _ShardWriter:
-    """Collects tensors and writes them in shards of at most ``shard_bytes``, then the index."""
+    """Collect tensors and write them in shards of at most ``shard_bytes``, then the index."""
 
     def __init__(self, folder: Path, shard_bytes: int):
         self.folder, self.shard_bytes = folder, shard_bytes

@@ -21,7 +21,7 @@ float32; minus infinity would make entropies NaN."""
 
 
 class IdMask:
-    """Masks the columns of logits that are in ``columns``, the ids whose logits a rank computes."""
+    """Mask the columns of logits that are in ``columns``, the ids whose logits a rank computes."""
 
     def __init__(self, config: ModelConfig, columns: range, device: torch.device | str):
         self._own = sorted(id - columns.start for id in config.every_masked_id if id in columns)

@@ -18,7 +18,7 @@ from the units and resident in every phase; or on the ``host`` of the ranks that
 
 @dataclass(frozen=True)
 class Part:
-    """Maps a box of the global tensor ``name`` to its place in a local tensor.
+    """Map a box of the global tensor ``name`` to its place in a local tensor.
 
     ``local`` has one range for each dimension of the local tensor, which may have more leading dimensions of size one
     than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped."""
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """Describes a local tensor. All that other packages need to know of it is in its fields; its name is its owner's.
+    """Describe a local tensor. All that other packages need to know of it is in its fields; its name is its owner's.
     Only tensors in units have gradients and optimizer states, unless they are frozen.
     ``expert``: it is replicated over edp, not dp.
     ``tp_sharded``: TP ranks hold different elements.

@@ -16,7 +16,7 @@ def _coordinate(axis: Axis) -> Any:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Holds one rank's coordinates in a layout and its process groups; a group of one member is None.
+    """Hold one rank's coordinates in a layout and its process groups; a group of one member is None.
 
     ``dispatch_group``: of `Parallel.dispatch_groups`. ``ends_group``: on the first and the last pipeline stage, this
     rank and the corresponding rank of the other end."""

@@ -64,7 +64,7 @@ _NO_STATS = torch.empty(2, 0)
 
 
 class Expert(nn.Module):
-    """Holds the matrices of one expert, or the stacks [E, …] of those of all experts of this rank."""
+    """Hold the matrices of one expert, or the stacks [E, …] of those of all experts of this rank."""
 
     def __init__(self, weights: Weights):
         super().__init__()
@@ -73,17 +73,17 @@ class Expert(nn.Module):
 
 
 class ExpertAdapters:
-    """Holds the adapters of equal matrices of a rank's experts: lists of A and of B, or a stack of each."""
+    """Hold the adapters of equal matrices of a rank's experts: lists of A and of B, or a stack of each."""
 
     def __init__(self, matrices: list[Adapted], stacked: bool):
         self._first = matrices[0]
-        self.a: Any = self._first.lora_a if stacked else [one.lora_a for one in matrices]
-        self.b: Any = self._first.lora_b if stacked else [one.lora_b for one in matrices]
+        self.a: Any = self._first.lora_a if stacked else [matrix.lora_a for matrix in matrices]
+        self.b: Any = self._first.lora_b if stacked else [matrix.lora_b for matrix in matrices]
 
     @classmethod
     def of(cls, matrices: Sequence[Matrix], stacked: bool) -> "ExpertAdapters | None":
         """Return those of matrices that have some; None: they have none."""
-        adapted = [one for one in matrices if isinstance(one, Adapted)]
+        adapted = [matrix for matrix in matrices if isinstance(matrix, Adapted)]
         return cls(adapted, stacked) if adapted else None
 
     @property
@@ -113,9 +113,9 @@ class MoE(nn.Module):
         else:
             experts = {str(e): Expert(below(f"experts.{e}.", weights)) for e in local_experts}
             self.experts = nn.ModuleDict(experts)
-            gate_up, down = [one.gate_up for one in experts.values()], [one.down for one in experts.values()]
+            gate_up, down = [expert.gate_up for expert in experts.values()], [one.down for one in experts.values()]
             self._matrices = [base_of(one) for one in gate_up], [base_of(one) for one in down]
-            self._cut = not all(isinstance(one, nn.Parameter) for matrices in self._matrices for one in matrices)
+            self._cut = not all(isinstance(matrix, nn.Parameter) for matrices in self._matrices for matrix in matrices)
         self._adapters = [ExpertAdapters.of(each, stacked) for each in (gate_up, down)]
         shared = below("shared.", weights)
         self.shared = MLP(mesh, operators, shared) if spec.shared else None

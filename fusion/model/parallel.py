@@ -38,14 +38,14 @@ _GRIDS: tuple[tuple[Axis, ...], ...] = (
 CARD_ONLY = frozenset(("cp", "etp", "ep", "edp", "ends", "dcp"))
 """Process groups in which only cards communicate, and the host never does"""
 REPLAYED = frozenset(("etp", "ep"))
-"""Of these, the groups in which hosts tell each other how many rows they exchange, where a trainer replays routing"""
+"""Those of these groups in which hosts exchange numbers of rows where a trainer replays routing"""
 MIN_DISPATCH_RANKS = 16
 """EP ranks from which on a card's operators may send rows to experts, in a group that is used for nothing else"""
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Holds the sizes of one layout: ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
+    """Hold the sizes of one layout: ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
     expert-tensor parallel ``etp``; context parallel ``cp``, within data parallel; decode context parallel ``dcp``,
     within tensor parallel."""
 

@@ -92,11 +92,11 @@ def _fill(model: WeightHolder, whole: Mapping[str, torch.Tensor]) -> None:
 
 def of_peft(name: str, stored: Mapping[str, torch.Tensor], config: ModelConfig) -> torch.Tensor:
     """Return an adapter's tensor, a view of the one that holds it in peft."""
-    tensor, found = stored[peft_name(name)], EXPERT.fullmatch(name)
-    if found is None:
+    tensor, match = stored[peft_name(name)], EXPERT.fullmatch(name)
+    if match is None:
         return tensor
-    experts, expert = config.num_experts, int(found["expert"])
-    if found["letter"] == "A":
+    experts, expert = config.num_experts, int(match["expert"])
+    if match["letter"] == "A":
         return tensor.unflatten(0, (experts, -1))[expert]
     return tensor.unflatten(1, (-1, experts))[:, :, expert]
 

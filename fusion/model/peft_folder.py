@@ -59,12 +59,12 @@ def check_adapter(folder: str | Path, config: ModelConfig) -> None:
         if stated.get(name) != own:
             raise ValueError(f"{KEY}: {folder / CONFIG}: {name}={stated.get(name)!r}; training.lora.{key} is {own:g}")
     expected = {name: tuple(shape) for name, shape in peft_shapes(config).items()}
-    found = read_header(folder / WEIGHTS, KEY)
-    for name in sorted(expected.keys() ^ found.keys()):
+    header = read_header(folder / WEIGHTS, KEY)
+    for name in sorted(expected.keys() ^ header.keys()):
         lacks = "lacks" if name in expected else "also holds"
         raise ValueError(f"{KEY}: {folder / WEIGHTS} {lacks} {name!r} (training.lora.targets={[*adapters.targets]})")
     for name, shape in expected.items():
-        if (tensor := found[name]).shape != shape or tensor.dtype not in DTYPES:
+        if (tensor := header[name]).shape != shape or tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{KEY}: {folder / WEIGHTS} holds {name!r} as {tensor.dtype} {[*tensor.shape]}; expected {[*shape]} of "
                 f"{', '.join(DTYPES)}"
@@ -75,19 +75,19 @@ def peft_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the name of every tensor of a folder with a model's adapters to its shape."""
     shapes = dict[str, tuple[int, ...]]()
     for name, (rows, columns) in adapter_params(config).items():
-        if found := EXPERT.fullmatch(name):
+        if match := EXPERT.fullmatch(name):
             experts = config.num_experts
-            rows, columns = (rows * experts, columns) if found["letter"] == "A" else (rows, columns * experts)
+            rows, columns = (rows * experts, columns) if match["letter"] == "A" else (rows, columns * experts)
         shapes[peft_name(name)] = (rows, columns)
     return shapes
 
 
 def peft_name(name: str) -> str:
     """Return the name of the tensor of peft that holds a tensor."""
-    found = EXPERT.fullmatch(name)
-    if found is None:
+    match = EXPERT.fullmatch(name)
+    if match is None:
         return PREFIX + name
-    return f"{PREFIX}{found['layer']}.{_EXPERTS[found['matrix']]}.lora_{found['letter']}.weight"
+    return f"{PREFIX}{match['layer']}.{_EXPERTS[match['matrix']]}.lora_{match['letter']}.weight"
 
 
 def described(config: ModelConfig, base: str) -> dict[str, Any]:

@@ -61,13 +61,13 @@ def links_within(lengths: Sequence[int], common: Sequence[int], share: str, budg
 def runs(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[range, int]]:
     """Return the runs of sequences that are computed together, and how much of the budget each takes: its computed
     rows, and the copies of keys and values of runs that share (invariants above)."""
-    found: list[tuple[range, int]] = []
+    grouped: list[tuple[range, int]] = []
     for index, (length, common) in enumerate(zip(lengths, shared, strict=True)):
-        run, taken = found[-1] if found else (range(0), 0)
+        run, taken = grouped[-1] if grouped else (range(0), 0)
         first = lengths[run.start] if len(run) == 1 else 0  # whose keys and values are copied with those that share
         more = length - common + (length + first) // READS_OF_ROW
         if common and taken + more <= budget:
-            found[-1] = range(run.start, index + 1), taken + more
+            grouped[-1] = range(run.start, index + 1), taken + more
         else:
-            found.append((range(index, index + 1), length))
-    return found
+            grouped.append((range(index, index + 1), length))
+    return grouped

@@ -21,7 +21,7 @@ from fusion.npu import to_card
 
 
 class Routed(NamedTuple):
-    """Holds the routing of this rank's rows in one MoE layer.
+    """Hold the routing of this rank's rows in one MoE layer.
     ``stats``: float32 [2, E], the number of tokens routed to each expert (replayed ones included) and the summed
         probabilities that the pass's own router gives it; [2, 0] in inference mode.
     ``expert_nk``: int64 [n, k], the experts of each row.
@@ -52,7 +52,7 @@ class Routed(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """Holds the replayed experts of one layer, int64 [n, k]; and bool [n, 1], the rows that they were recorded of. The
+    """Hold the replayed experts of one layer, int64 [n, k]; and bool [n, 1], the rows that they were recorded of. The
     others follow their router, unless there is an ``exchange``: the plan by which all are sent to ``expert_nk``."""
 
     expert_nk: torch.Tensor
@@ -71,7 +71,7 @@ class Forced(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Holds the routing of one packed batch.
+    """Hold the routing of one packed batch.
     ``experts_NLk``: any integer dtype [N, L, k], for the L sparse layers of this stage; the same on its TP ranks.
     ``known_N``: bool [N], the rows that have a routing; the other rows follow their router.
     ``complete``: the routing is on the host, and names experts that the other rows may be sent to.

@@ -20,7 +20,7 @@ from fusion.npu import to_card
 
 
 class SharedRows:
-    """Holds where the N rows of packed sequences are computed, if sequence i shares its first ``shared[i]`` rows with
+    """Hold where the N rows of packed sequences are computed, if sequence i shares its first ``shared[i]`` rows with
     the one before it. ``count``: number of computed rows, M. ``row_N``: int64, the computed row of each row. ``own_N``:
     bool, the rows that are computed for the sequence they belong to: M of them, in order."""
 
@@ -43,7 +43,7 @@ class SharedRows:
 
 
 class Reads:
-    """Reads rows of a tensor, some of them several times: [M, …] → [R, …], with gradient. ``rows_R``: int64 on the
+    """Read rows of a tensor, some of them several times: [M, …] → [R, …], with gradient. ``rows_R``: int64 on the
     host, the row that each read reads."""
 
     def __init__(self, rows_R: torch.Tensor, device: torch.device | str):
@@ -52,7 +52,7 @@ class Reads:
         starts = counts.cumsum(0) - counts
         self.rows_R = to_card(rows_R, device)
         self.by_count: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Of rows that are read equally often: these rows, and the reads of each"""
+        """Rows that are read equally often, and the reads of each"""
         for count in counts.unique().tolist():
             reads = order[starts[counts == count].unsqueeze(1) + torch.arange(count)]
             self.by_count.append((to_card(rows[counts == count], device), to_card(reads, device)))

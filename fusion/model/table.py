@@ -150,7 +150,7 @@ def predictor_params(config: ModelConfig, parallel: Parallel, rank: int) -> list
 
 
 class Table:
-    """Describes the local tensors of ``rank`` in the embedded format."""
+    """Describe the local tensors of ``rank`` in the embedded format."""
 
     names = LocalNames()
     cuts_qk_norm = True

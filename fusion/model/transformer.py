@@ -39,7 +39,7 @@ from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, linear
 
 
 class Transformer(nn.Module):
-    """Computes one rank's shard of the model, as `TrainedModel` (`fusion.training.model`) documents its methods. Its
+    """Compute one rank's shard of the model, as `TrainedModel` (`fusion.training.model`) documents its methods. Its
     parameters are views into `weights` (flat `Buckets`), initially zero.
     ``dtype``: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
     ``bucket_bytes``: determines the size of the largest unit of storage (`unit_bytes`).
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
 
 
 class Layer(nn.Module):
-    """Computes attention and the MLP or MoE, with the norms around them. ``index`` counts from the first layer of this
+    """Compute attention and the MLP or MoE, with the norms around them. ``index`` counts from the first layer of this
     rank's stage."""
 
     def __init__(

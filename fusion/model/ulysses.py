@@ -30,7 +30,7 @@ def over_context(attend: Attend, rows: int, mesh: Mesh) -> Attend:
 
 
 class UlyssesAttention:
-    """Implements `Attend` for this rank's rows (`context_rows`) by ``inner``, which attends to all ``rows`` with a
+    """Implement `Attend` for this rank's rows (`context_rows`) by ``inner``, which attends to all ``rows`` with a
     share of the heads."""
 
     def __init__(self, inner: Attend, rows: int, mesh: Mesh):

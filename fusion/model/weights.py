@@ -16,7 +16,7 @@ from fusion.npu import Device
 
 
 class Buckets:
-    """Holds flat storage for every parameter of a plan: weights in units, or gradients in buckets. ``share``: pieces of
+    """Hold flat storage for every parameter of a plan: weights in units, or gradients in buckets. ``share``: pieces of
     equal content (same slices in the same places) and dtype use its storage, which only ``share`` allocates and
     releases; `shared` maps their indices. ``resident``: False: hold no memory after construction, which allocates and
     frees one piece after the other. ``apart``: parameters that are in no piece. ``share`` has their values on the card,

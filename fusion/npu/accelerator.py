@@ -69,7 +69,7 @@ class AcceleratorDevice(Device):
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
-    def capture(self, compute: Callable[[], T], beside: Any = None) -> tuple[Any, T]:
+    def capture(self, compute: Callable[[], T], sharing: Any = None) -> tuple[Any, T]:
         compute()
         options: dict[str, Any] = dict(capture_error_mode="thread_local")  # other threads copy meanwhile
         if self.torch_device.type == "npu":
@@ -77,7 +77,7 @@ class AcceleratorDevice(Device):
             options["auto_dispatch_capture"] = True
         else:
             graph = self.module.CUDAGraph()
-        with self.module.graph(graph, pool=None if beside is None else beside.pool(), **options):
+        with self.module.graph(graph, pool=None if sharing is None else sharing.pool(), **options):
             computed = compute()
         return graph, computed
 

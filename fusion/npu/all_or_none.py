@@ -33,7 +33,7 @@ def all_or_none(
     ``rank``: this rank's global number, for messages.
     ``stage``: name of the work, for messages.
     ``device``: the device whose memory is reported by owner if ``work`` runs out of it.
-    Raises AbortedOnAllRanks: on all ranks, if ``work`` failed on any.
+    Raise AbortedOnAllRanks: on all ranks, if ``work`` failed on any.
     Raise CollectiveFailed: the ranks could not agree, because one has ended."""
 
     def describe(error: Exception) -> list[RankFailure]:
@@ -52,7 +52,7 @@ def attempt(
     """Run ``work`` and return its result if the ranks agree that it failed on none. ``describe``: maps an exception to
     the failures that this rank reports. ``agree``: maps the failures of this rank to those of all ranks, the same on
     all.
-    Raises AbortedOnAllRanks: of ``error_type``, if it failed on any rank; chained to this rank's exception, if any."""
+    Raise AbortedOnAllRanks: of ``error_type``, if it failed on any rank; chained to this rank's exception, if any."""
     own: Sequence[Failure] = ()
     cause: Exception | None = None
     result: Any = None

@@ -94,10 +94,10 @@ class Device(ABC):
         Raise ValueError: the storage is released."""
         return tensor
 
-    def capture(self, compute: Callable[[], T], beside: Any = None) -> tuple[Any, T]:
+    def capture(self, compute: Callable[[], T], sharing: Any = None) -> tuple[Any, T]:
         """Capture what ``compute`` runs on the card as a graph. Return it and what ``compute`` returned, tensors that
-        every `replay()` of the graph writes again. ``compute`` is called twice, as the first time warms up. ``beside``:
-        another graph, which shares its memory, as the two are never replayed at the same time.
+        every `replay()` of the graph writes again. ``compute`` is called twice, as the first time warms up.
+        ``sharing``: another graph, which shares its memory, as the two are never replayed at the same time.
         Raise RuntimeError: ``compute`` waits for the card or copies from or to the host; this card has no graphs."""
         raise RuntimeError(f"{self.torch_device}: this {self.kind} card captures no graphs")
 

@@ -31,7 +31,7 @@ class Ledger:
         self._lock = threading.RLock()  # a storage may die, and call back, while the lock is held
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, until it is freed. Raises torch.OutOfMemoryError: it does not fit into the capacity."""
+        """Count a storage, until it is freed. Raise torch.OutOfMemoryError: it does not fit into the capacity."""
         key, nbytes = storage._cdata, storage.nbytes()
         with self._lock:
             if key in self._entries or not self.counting:

@@ -8,7 +8,7 @@ from fusion.telemetry.validation import Group
 
 @dataclass
 class OffloadConfig(Group, path="fusion"):
-    """Configures where optimizer state and masters are kept."""
+    """Configure where optimizer state and masters are kept."""
 
     offload: str = key("switch", one_of=("none", "switch", "stream"), read_by="plan simulate")
     """Where optimizer state and fp32 masters are kept: `none`: in HBM; `switch`: in pinned host memory while the card

@@ -31,7 +31,7 @@ BUCKET_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class _Trip:
-    """Tracks one storage that is leaving, out or returning, and the names of its tensors."""
+    """Track one storage that is leaving, out or returning, and the names of its tensors."""
 
     content: torch.Tensor
     """The whole storage on the device as uint8."""
@@ -52,7 +52,7 @@ class _Trip:
 
 
 class Offloader:
-    """Moves the storage of named tensors between the card and a `HostPool`, asynchronously; `wait` makes it blocking.
+    """Move the storage of named tensors between the card and a `HostPool`, asynchronously; `wait` makes it blocking.
     ``bucket_bytes``: maximum size of a piece that is copied at once."""
 
     def __init__(self, device: Device, pool: HostPool | None = None, bucket_bytes: int = BUCKET_BYTES):
@@ -85,7 +85,7 @@ class Offloader:
         """Allocate memory for tensors (default: all that are not resident) and start copying their content in.
 
         Tensors that have not left yet stay resident. The memory has the same owner as before.
-        Raises torch.OutOfMemoryError: there is not enough memory; what is out stays out, and no memory is kept."""
+        Raise torch.OutOfMemoryError: there is not enough memory; what is out stays out, and no memory is kept."""
         self.poll()
         coming = list(self._trips(names))
         absent = [trip for trip in coming if trip.copied is None]

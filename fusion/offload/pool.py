@@ -19,7 +19,7 @@ ALIGN = 512
 
 
 class HostPool:
-    """Allocates regions of host memory, pinned where the card supports it, for all data that a process offloads."""
+    """Allocate regions of host memory, pinned where the card supports it, for all data that a process offloads."""
 
     def __init__(self, device: Device):
         self._device = device

@@ -25,7 +25,7 @@ States = dict[str, torch.Tensor]
 
 
 class StreamedStates:
-    """Holds states in pinned host memory, initially zero; HBM holds two slots of the largest group while a loop runs.
+    """Hold states in pinned host memory, initially zero; HBM holds two slots of the largest group while a loop runs.
 
     Only one loop at a time may run, to its end or until it is abandoned; a group whose update was abandoned keeps its
     previous states. The loop's body runs on the stream that was current when the loop began. ``groups``: by group, name
@@ -70,7 +70,7 @@ class StreamedStates:
 
 
 class _Slot:
-    """Holds HBM for any one group. `_vacant`: by state, the event after which its memory may be overwritten."""
+    """Hold HBM for any one group. `_vacant`: by state, the event after which its memory may be overwritten."""
 
     def __init__(self, device: Device, groups: Iterable[States]):
         self._device = device

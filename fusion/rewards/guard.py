@@ -55,7 +55,7 @@ class RewardBatch:
 
 
 class RewardPool(GuardedPool[Child]):
-    """Scores samples in `config.workers` children. Concurrent calls of `score` run one after another. The constructor
+    """Score samples in `config.workers` children. Concurrent calls of `score` run one after another. The constructor
     starts the children, which are kept alive, and returns when they are ready.
     ``spec``: what the children compute; None: the reward of the config, without its terms.
     Raise ValueError: the config is invalid, or the user's function cannot be loaded (names `reward.path`)."""
@@ -111,7 +111,7 @@ class RewardPool(GuardedPool[Child]):
             self._check_open()
             batch = RewardBatch(samples)
             try:
-                for child in [one for one in self._children if one.has_ended]:
+                for child in [child for child in self._children if child.has_ended]:
                     self._drop(child)  # killed from outside while it was idle: it fails no sample
                 self._fill()
                 while batch.num_open:

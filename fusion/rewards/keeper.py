@@ -138,9 +138,9 @@ def _descendants(pid: int, spared: Collection[int]) -> list[int]:
     descendants: list[int] = []
     parents = [pid]
     while parents:
-        found = [child for child in children.get(parents.pop(), ()) if child not in spared]
-        descendants += found
-        parents += found
+        new = [child for child in children.get(parents.pop(), ()) if child not in spared]
+        descendants += new
+        parents += new
     return descendants
 
 

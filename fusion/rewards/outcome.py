@@ -35,7 +35,7 @@ def finite(value: object) -> float | None:
 
 @dataclass(slots=True)
 class RewardSample:
-    """Holds one response to score. `fields` (picklable) are the other columns of the data row, `others` the other
+    """Hold one response to score. `fields` (picklable) are the other columns of the data row, `others` the other
     responses of its group, `prefill` the end of the prompt as the model reads it that belongs to the response."""
 
     prompt: str
@@ -48,7 +48,7 @@ class RewardSample:
 
 @dataclass(slots=True)
 class RewardOutcome:
-    """Holds the result of one sample: a `usable` `reward`, or None with `error` one of `ERRORS` and `detail` its
+    """Hold the result of one sample: a `usable` `reward`, or None with `error` one of `ERRORS` and `detail` its
     traceback or message; `seconds` of wall time were spent on it. `terms`: the parts of the reward by name, without
     their weights, where it has several (`reward.terms`)."""
 

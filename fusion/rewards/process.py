@@ -38,7 +38,7 @@ Pool = TypeVar("Pool", bound="GuardedPool")
 
 
 class GuardedProcess(Generic[Reply]):
-    """Holds a keeper's process and the connection to its child. `deadline` (`time.monotonic`): when the child is to be
+    """Hold a keeper's process and the connection to its child. `deadline` (`time.monotonic`): when the child is to be
     ready, later that of its current work. `retired`: the child ends by itself and takes no more work. `unreadable`: why
     its replies cannot be read any more, "" if they can."""
 

@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def priority(self) -> int:
-        """Of the requests that wait in an engine, those of the lowest priority begin first."""
+        """Priority in an engine: of its waiting requests those of the lowest priority begin first."""
         return int(self.behind and not self.generated)
 
 

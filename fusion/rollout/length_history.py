@@ -27,7 +27,7 @@ MIN_GROUP = 4
 HALF_LIFE = 256
 KEPT = 0.5 ** (1 / HALF_LIFE)
 MIN_RESPONSES = 500
-"""As many responses are counted at least, so that a few of the first do not decide"""
+"""Minimum number of counted responses, so that a few of the first do not decide"""
 
 
 def row_of(group: str) -> str:

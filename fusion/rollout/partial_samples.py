@@ -96,7 +96,7 @@ class PartialSamples:
                 row: {name: column.clone() for name, column in columns.items()}
                 for row, columns in columns_by_row.items()
             }
-        lost = [one for one in requests if one.earlier and one.earlier not in columns_by_row]
+        lost = [request for request in requests if request.earlier and request.earlier not in columns_by_row]
         lose_rows(self._queue, {one.id: one.group for one in lost})
         return [
             _resume(request, columns_by_row[request.earlier]) if request.earlier else request

@@ -27,11 +27,11 @@ def find_class(name: str, built_in: Mapping[str, str], *, key: str, base: type =
     """Import a class as `find` does.
     Raise ValueError: the module cannot be imported, or has no such subclass of ``base`` with all its methods; ``key``
     begins the message."""
-    found = find(name, built_in, key=key)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    named = find(name, built_in, key=key)
+    if not (isinstance(named, type) and issubclass(named, base)):
         module, _, attribute = built_in.get(name, name).partition(":")
         kind = f"class {attribute}" if base is object else f"subclass of {base.__module__}.{base.__qualname__}"
         raise ValueError(f"{key}: expected a {kind} in the module {module}")
-    if lacking := getattr(found, "__abstractmethods__", ()):
+    if lacking := getattr(named, "__abstractmethods__", ()):
         raise ValueError(f"{key}: the class lacks the methods {', '.join(sorted(lacking))} of {base.__qualname__}")
-    return found
+    return named

@@ -38,7 +38,7 @@ class FolderInUse(ValueError):
 class FolderLock:
     """Hold the lock of a folder until `release`, or until the object or the process ends.
     FolderInUse: another `FolderLock`, of any process, holds it.
-    Raises OSError: the lock file cannot be written, or is a symbolic link."""
+    Raise OSError: the lock file cannot be written, or is a symbolic link."""
 
     def __init__(self, folder: Path) -> None:
         fd = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -16,9 +16,9 @@ from functools import reduce
 from typing import Any, Literal
 
 SET: Literal["set"] = "set"
-"""Of a condition: any value but null"""
+"""Condition: any value but null"""
 POSITIVE: Literal["above 0"] = "above 0"
-"""Of a condition: a number above 0"""
+"""Condition: a number above 0"""
 MAX_TIMEOUT_S = 1e6
 """Upper bound of timeouts in seconds, twelve days: poll(2) counts 2^31 milliseconds"""
 

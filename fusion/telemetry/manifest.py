@@ -53,7 +53,7 @@ class FileRecord:
 class FileWriter:
     """Write a new file and hash what is written; `close` returns when it is on disk.
     ``total``: bytes that will be written, which the error of a full disk names; None: it names those of a piece.
-    Raises OSError: the name is taken, or the disk is full."""
+    Raise OSError: the name is taken, or the disk is full."""
 
     def __init__(self, path: Path, total: int | None = None) -> None:
         self._path, self._total = path, total

@@ -48,7 +48,7 @@ class RunFolder:
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
     folder. `choice` states in a sentence which it was.
     FolderInUse: another run has the folder; nothing in it was changed.
-    Raises ValueError: ``name`` is not the name of a folder, or ``root`` cannot be written."""
+    Raise ValueError: ``name`` is not the name of a folder, or ``root`` cannot be written."""
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not is_run_name(name):

@@ -125,17 +125,17 @@ def fields_of(entry: Any, known: Sequence[str], key: str) -> Mapping[str, Any]:
     only that one.
     Raise ValueError: it is neither, or has an unknown field; names ``key``, such as `eval.files[0]`."""
     first = known[0]
-    found = {first: entry} if isinstance(entry, str) else entry
-    if not isinstance(found, Mapping) or not isinstance(found.get(first), str):
+    stated = {first: entry} if isinstance(entry, str) else entry
+    if not isinstance(stated, Mapping) or not isinstance(stated.get(first), str):
         raise ValueError(
             f"{key}={_shown(entry)}: expected a {first}, or {first} and other fields of {', '.join(known[1:])}"
         )
-    for name in found:
+    for name in stated:
         if name not in known:
             similar = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {similar[0]!r}?" if similar else ""
             raise ValueError(f"{key}: unknown field {name!r}, expected some of {', '.join(known)}{hint}")
-    return found
+    return stated
 
 
 def is_finite(value: Any) -> bool:

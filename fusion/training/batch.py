@@ -30,7 +30,7 @@ NOT_COLUMNS = ("lengths", "version", "updated", "kept_ids", "shared")
 
 
 class KeptIds(NamedTuple):
-    """Of n tokens, the ids over which each one's distribution is renormalised: ``counts`` int64 [n], 0 where it is not;
+    """Ids over which the distribution of each of n tokens is renormalised: ``counts`` int64 [n], 0 where it is not;
     ``ids`` int64, those of one token behind those of the other."""
 
     counts: torch.Tensor

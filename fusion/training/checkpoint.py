@@ -46,7 +46,7 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write masters, moments and step. Collective over the mesh; all ranks must see the same file system. Returns when
+    """Write masters, moments and step. Collective over the mesh; all ranks must see the same file system. Return when
     everything is on disk.
 
     An older checkpoint of the same name is kept until the new one is complete. ``state``: a copy of the trainer's
@@ -79,7 +79,7 @@ def load_checkpoint(
     ``verify``: read all files first and compare them with the manifest; the ranks share the work.
     ``steps_left``: optimizer steps until the end of the run, for a schedule that changes; None: as configured.
     Raise ValueError: there is no checkpoint, or it is of another model or dtype.
-    Raises AbortedOnAllRanks: on all ranks, if a file is damaged or could not be read. The trainer must not be used."""
+    Raise AbortedOnAllRanks: on all ranks, if a file is damaged or could not be read. The trainer must not be used."""
     folder, mesh = Path(folder), trainer.model.mesh
     saved = read_trainer(folder)
     dtype = _dtype(trainer)

@@ -47,7 +47,7 @@ class Chunk:
 
     @property
     def key(self) -> str:
-        """Identifies the chunk in its file."""
+        """Identify the chunk in its file."""
         return key_of(self.name, self.offset)
 
 
@@ -101,7 +101,7 @@ def merge_tables(tables: Iterable[Table]) -> Table:
 
 
 class ChunkFolder:
-    """Holds the open files of a folder of `write_chunks` files, and its table."""
+    """Hold the open files of a folder of `write_chunks` files, and its table."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)

@@ -98,8 +98,8 @@ def mask_sequence(tokens: LossInput, floor: float = 1e-4, cap: float = 2.0) -> C
 def make_correction(config: AlgorithmConfig) -> Callable[[LossInput], Corrected]:
     """Return the configured correction with its bounds; the defaults of these are those of its source."""
     correct = find(config.corrects_by, CORRECTIONS, key=f"algorithm.correction={config.corrects_by}")
-    given = {"floor": config.correction_floor, "cap": config.correction_cap}
-    return partial(correct, **{name: bound for name, bound in given.items() if bound is not None})
+    stated = {"floor": config.correction_floor, "cap": config.correction_cap}
+    return partial(correct, **{name: bound for name, bound in stated.items() if bound is not None})
 
 
 def _behaviour(tokens: LossInput) -> torch.Tensor:

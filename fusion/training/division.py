@@ -23,9 +23,9 @@ def split_over_ranks(lengths: Sequence[int], ranks: int, shared: Sequence[int] |
     for runs in _partitions(shared):
         sizes = [sum(lengths[run.start : run.stop]) - sum(shared[run.start + 1 : run.stop]) for run in runs]
         split = [sorted(index for run in chosen for index in runs[run]) for chosen in _split(sizes, ranks)]
-        most = max(sum(_computed(indices, lengths, shared)) for indices in split)
-        if best is None or most < best[0]:
-            best = most, split
+        rows = max(sum(_computed(indices, lengths, shared)) for indices in split)
+        if best is None or rows < best[0]:
+            best = rows, split
     assert best is not None
     return best[1]
 

@@ -47,7 +47,7 @@ class EmbeddedTrainEngine:
     ``temperature``: the sampling temperature; log-probabilities are those of the distribution at this temperature.
     ``total_steps``: optimizer steps of the run, for the cosine schedule.
     ``states``: creates the storage of the optimizer's states; default: in HBM.
-    Raises ValueError: the schedule lacks ``total_steps``."""
+    Raise ValueError: the schedule lacks ``total_steps``."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class TrainEngine(Protocol):
         """Add the gradient of the mean loss over the global batch to the gradients. Collective. ``sequences``: this
         data-parallel rank's part, the same on its TP ranks and on every stage; may be empty. ``continued``: these are
         further sequences of the global batch that was accumulated since the last step; the gradients then hold those of
-        the mean over all of it. Returns metrics, the same on every rank: means over the trained tokens of the global
+        the mean over all of it. Return metrics, the same on every rank: means over the trained tokens of the global
         batch, with ``continued`` of all of it that was accumulated since the last step; `actor/loss`."""
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
@@ -52,7 +52,7 @@ class TrainEngine(Protocol):
         any sequence since the last step, on all ranks, they are unchanged, too."""
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probabilities and entropies of the tokens, without gradients. Collective. Returns two float32
+        """Compute log-probabilities and entropies of the tokens, without gradients. Collective. Return two float32
         tensors [N] on the CPU, in the order of ``sequences``, the same on every stage; 0 where `loss_mask` is False."""
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
@@ -79,7 +79,7 @@ class TrainEngine(Protocol):
 
     def allocate_gradients(self) -> None:
         """Allocate the gradients' memory again, zeroed. Not while `accumulating`.
-        Raises torch.OutOfMemoryError: there is not enough memory; none was allocated."""
+        Raise torch.OutOfMemoryError: there is not enough memory; none was allocated."""
 
     def optimizer_states(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of the optimizer by name, flat and float32, in HBM or on the host. Call again before

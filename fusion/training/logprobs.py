@@ -32,7 +32,7 @@ from fusion.training.model import TrainedModel
 
 
 class TokenLogprobs(NamedTuple):
-    """Of n tokens, float32 [n]; log-probabilities and entropies carry gradients. ``kept_mass``: probability of the kept
+    """Float32 [n] of n tokens; log-probabilities and entropies carry gradients. ``kept_mass``: probability of the kept
     ids under the whole distribution, 1 where all are kept; None: none were given. ``masked_mass``: probability of the
     masked ids, were they not masked; None: not requested, or the model masks none."""
 

@@ -52,12 +52,12 @@ def common_prefixes(sequences: Sequences) -> list[int]:
     parts = [column.flatten(1 if column.dim() > 1 else 0).split(sequences.lengths) for column in columns]
     common = [0] * len(sequences.lengths)
     for index in range(1, len(common)):
-        most = max(0, min(sequences.lengths[index - 1 : index + 1]) - spare)
+        shared = max(0, min(sequences.lengths[index - 1 : index + 1]) - spare)
         for part in parts:
-            differs = part[index - 1][:most] != part[index][:most]
+            differs = part[index - 1][:shared] != part[index][:shared]
             differs = differs.any(1) if differs.dim() > 1 else differs
-            most = int(differs.to(torch.uint8).argmax()) if differs.any() else most
-        common[index] = most
+            shared = int(differs.to(torch.uint8).argmax()) if differs.any() else shared
+        common[index] = shared
     return common
 
 

@@ -12,7 +12,7 @@ from fusion.model.attention import Attend
 
 
 class TrainedModel(WeightHolder, Protocol):
-    """Computes one rank's shard of a model, with gradients for the parameters that `named_parameters` yields."""
+    """Compute one rank's shard of a model, with gradients for the parameters that `named_parameters` yields."""
 
     recompute: bool
     """Whether the backward pass recomputes the activations of each layer"""

@@ -111,7 +111,7 @@ class BatchSums:
 
 
 class Objective:
-    """Computes each micro-batch's share of the loss and accumulates the metrics.
+    """Compute each micro-batch's share of the loss and accumulate the metrics.
     ``own_rows``: returns which rows of a batch of so many this rank routes.
     ``by_sequence``: whether to balance each sequence instead of the batch, which needs no ``counts_E``.
     ``counts_E``: tokens that each expert receives from the global batch, summed over layers; None: there is one

@@ -71,7 +71,7 @@ def shared_elements(model: WeightHolder, axis: Literal["tp", "etp"]) -> SharedEl
 
 
 class ShardedAdamW:
-    """Owns the gradients of ``model`` (float32) and the optimizer's states.
+    """Own the gradients of ``model`` (float32) and the optimizer's states.
 
     The masters are copied from the weights at construction; `take_masters` copies them again after weights were loaded.
     All ranks of the mesh call `step` together. ``steps``: number of updates. ``skipped_in_a_row``: number of updates

@@ -17,7 +17,7 @@ from fusion.npu import to_card
 
 
 class Segments:
-    """Holds where S segments of n values lie, one behind the other. ``lengths``: of each, int64 on the host.
+    """Hold where S segments of n values lie, one behind the other. ``lengths``: of each, int64 on the host.
     ``owner_n``: int64 on the card, the segment of each value."""
 
     def __init__(self, lengths: Sequence[int] | torch.Tensor, device: torch.device | str):

@@ -129,7 +129,7 @@ def shard_pieces(plan: BucketPlan, start: int, stop: int) -> list[Piece]:
 
 
 class SharedElements:
-    """Finds the elements that several ranks of one TP group hold, or with ``expert`` of one group that experts are
+    """Find the elements that several ranks of one TP group hold, or with ``expert`` of one group that experts are
     split over. The other kind is left out, and counts as held once: replicas of an expert sum its gradients over edp.
     ``tables``: the parameters of each rank of the group, in order; parameters of the same name have the same shape."""
 

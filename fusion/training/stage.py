@@ -32,7 +32,7 @@ class _Pending(NamedTuple):
 
 
 class PipelineStage:
-    """Runs the micro-batches of a batch through this rank's part of ``model``. Construction and all calls are
+    """Run the micro-batches of a batch through this rank's part of ``model``. Construction and all calls are
     collective over the mesh."""
 
     def __init__(self, model: TrainedModel):

@@ -1,4 +1,4 @@
-"""Prints the reference of all config keys as Markdown: meaning, type, default, values, effect, from the dataclasses.
+"""Print the reference of all config keys as Markdown: meaning, type, default, values, effect, from the dataclasses.
 
     python scripts/docs/config_reference.py > config.md
 
@@ -42,19 +42,19 @@ class Refused:
 
 
 def facts(key: Key, config: Any) -> list[str]:
-    """Returns what holds of a key: its type, default, accepted values, where it has an effect, and which commands of
+    """Return what holds of a key: its type, default, accepted values, where it has an effect, and which commands of
     those that answer for a job without running it read it."""
     group, _, name = key.path.rpartition(".")
     kind, values, only = shown_type(key.type), accepted(value_of(config, group), name), key.use.conditions(group)
-    found = [f"- type: {kind}", f"- default: `{as_yaml(key.default)}`"]
-    found += [f"- accepted: {values}"] if values not in ("", kind, f"a {kind}", "a list") else []
-    found += [f"- has an effect with: {only}"] if only else []
-    found += [f"- not with `{backend}`: {limit.reason}" for backend, limit in key.use.unsupported_by.items()]
-    return found + ([f"- read by: {', '.join(sorted(key.use.read_by))}"] if key.use.read_by else [])
+    lines = [f"- type: {kind}", f"- default: `{as_yaml(key.default)}`"]
+    lines += [f"- accepted: {values}"] if values not in ("", kind, f"a {kind}", "a list") else []
+    lines += [f"- has an effect with: {only}"] if only else []
+    lines += [f"- not with `{backend}`: {limit.reason}" for backend, limit in key.use.unsupported_by.items()]
+    return lines + ([f"- read by: {', '.join(sorted(key.use.read_by))}"] if key.use.read_by else [])
 
 
 def accepted(node: Any, name: str) -> str:
-    """Returns which values a field accepts: what the error of `validate` expects instead of a wrong one; "" if it says
+    """Return which values a field accepts: what the error of `validate` expects instead of a wrong one; "" if it says
     nothing, or only what must hold of other keys."""
     probe = copy.copy(node)
     object.__setattr__(probe, name, Refused())
@@ -76,7 +76,7 @@ def shown_type(hint: Any) -> str:
 
 
 def page(config: Config | None = None) -> str:
-    """Returns the page: a section for each group, and in it one for each key."""
+    """Return the page: a section for each group, and in it one for each key."""
     config, lines = config or Config(), [INTRODUCTION]
     for group in dataclasses.fields(Config):
         text = " ".join((type(getattr(config, group.name)).__doc__ or "").split())

@@ -1,4 +1,4 @@
-"""Adds to the site what docs/ does not hold: the page of config keys, and files of the repository that pages show.
+"""Add to the site what docs/ does not hold: the page of config keys, and files of the repository that pages show.
 
 A hook of mkdocs (mkdocs.yml). After the build it fails if a page would load anything from another server.
 """
@@ -24,7 +24,7 @@ LOADS = {"link": "href"} | dict.fromkeys(("script", "img", "iframe", "source", "
 
 
 def outside(link: str, uri: str) -> str | None:
-    """Returns the path in the repository of a file outside docs/ that the page ``uri`` links to; None: it is inside."""
+    """Return the path in the repository of a file outside docs/ that the page ``uri`` links to; None: it is inside."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), link))
     return None if path.startswith("docs/") else path
 

@@ -34,7 +34,7 @@ def on_cards(spec: WorkerSpec, kind: str) -> WorkerSpec:
 
 
 class CardActors:
-    """Holds the actors by rank, in no order until `order`. ``text_server``: of `servers.py`, or None."""
+    """Hold the actors by rank, in no order until `order`. ``text_server``: of `servers.py`, or None."""
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue, text_server: Any):
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
@@ -44,7 +44,7 @@ class CardActors:
         self._class = remote(concurrency_groups=THREADS, **resources, **self._environment(kind))(Card)
         self._chooses_nodes = kind == "emulated"
         self.hosts: list[Host] = []
-        """Of every rank, once they are in order"""
+        """Host of every rank, once they are in order"""
         hosts = alive_hosts(ray.nodes())
         nodes: list[str | None] = [None] * spec.world
         if self._chooses_nodes:

@@ -30,7 +30,7 @@ STATUS_TIMEOUT_S = 5.0
 
 
 class CardFailures:
-    """Decides what the failures of a run's cards end, notices the ends of engines that may be replaced, and remembers
+    """Decide what the failures of a run's cards end, notice the ends of engines that may be replaced, and remember
     which are not started again yet. ``engines``: ranks of every engine; ``deaths``: decides which are replaced;
     ``running``: the stages in progress; those that are abandoned are removed from it; ``health_checks``: a failing one
     is the cause of all that has ended."""

@@ -108,7 +108,7 @@ class Cards:
         self._poll: Callable[[], None] | None = None
         self._polling_thread = 0
         self._address = ""
-        """Of the first card's rendezvous"""
+        """Address of the first card's rendezvous"""
         self._thread = threading.get_ident()
         """The thread that takes note of the deaths of engines"""
         self._log_of, self._kv_peers = log_of, kv_peers or {}
@@ -160,7 +160,7 @@ class Cards:
         return self._actors.num_starts[rank]
 
     def restart(self, engine: int, number: int) -> None:
-        """Start other processes for an engine that has died, on the same hosts if these live, and prepares them; the
+        """Start other processes for an engine that has died, on the same hosts if these live, and prepare them; the
         actor's cards `rejoin` then. May be called on another thread. ``number``: of this restart in the run, from 1."""
         ranks = self.engines[engine]
         self._actors.restart(ranks)

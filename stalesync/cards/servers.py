@@ -45,7 +45,7 @@ class RayPeer:
 
 @contextmanager
 def kv_servers(spec: WorkerSpec) -> Iterator[Mapping[str, RayPeer] | None]:
-    """Run the servers while the block runs, and yields them by Ray's id of the node; None: there is one machine only,
+    """Run the servers while the block runs, and yield them by Ray's id of the node; None: there is one machine only,
     or KV does not travel, and nothing is started."""
     nodes = list(alive_hosts(ray.nodes()))
     if spec.kv_pool is None or spec.rollout.kv_pool.remote != "ray" or len(nodes) < 2:

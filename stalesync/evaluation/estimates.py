@@ -40,12 +40,12 @@ def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
     prompts. ``num_samples``: answers to the prompt; ``num_correct``: correct ones among them."""
     assert 0 <= num_correct <= num_samples
     num_wrong, subsets, wrong = num_samples - num_correct, 1, 1
-    found = []
+    shares = []
     for size in range(num_samples):  # C(n, k + 1) = C(n, k) * (n - k) / (k + 1), without a remainder
         subsets = subsets * (num_samples - size) // (size + 1)
         wrong = wrong * (num_wrong - size) // (size + 1)
-        found.append((subsets - wrong) / subsets)
-    return found
+        shares.append((subsets - wrong) / subsets)
+    return shares
 
 
 def estimate(by_prompt: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Estimate | None:

@@ -20,7 +20,7 @@ ANSWERS_KEPT, MAX_ANSWER_CHARACTERS = 64, 1500
 
 
 class Evaluation:
-    """Evaluates ``files``, held-out prompts among them if ``held_out``. ``max_failed_share``: of the rewards of files
+    """Evaluate ``files``, held-out prompts among them if ``held_out``. ``max_failed_share``: of the rewards of files
     that have one of their own; the run's own reward is judged with the samples of the steps."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Evaluation:
         for file in self.files:
             what = "held-out prompts" if file.name == HELD_OUT else file.name
             ends = [self.history.first(file.name), self.history.last(file.name)]
-            means = {one.step: one.mean.value for one in ends if one is not None and one.mean is not None}
+            means = {end.step: end.mean.value for end in ends if end is not None and end.mean is not None}
             if means:
                 when = {step: f" after step {step}" if step else " before" for step in means if trained}
                 rewards = ", ".join(f"{mean:.3f}{when.get(step, '')}" for step, mean in means.items())

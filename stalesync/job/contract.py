@@ -31,21 +31,21 @@ def _misfit(sources: "_Sources", path: str, row: str) -> str | None:
     call = wanted if isinstance(wanted, ast.Call) else None
     dotted = ast.unparse(call.func if call else wanted)
     owner, _, attribute = dotted.partition(".")
-    found = sources.find(path, owner)
-    if found is not None and attribute:
-        found = sources.members(found).get(attribute)
-    if found is None:
+    definition = sources.find(path, owner)
+    if definition is not None and attribute:
+        definition = sources.members(definition).get(attribute)
+    if definition is None:
         return f"no {dotted}"
     if call is None:
         return None
     if replaced:
-        return _misfit_of_parameters(dotted, found.node, call)
-    if isinstance(found.node, ast.ClassDef):
-        members = sources.members(found)
+        return _misfit_of_parameters(dotted, definition.node, call)
+    if isinstance(definition.node, ast.ClassDef):
+        members = sources.members(definition)
         if "__init__" not in members:
             return _misfit_of_fields(dotted, members, call)
-        found, attribute = members["__init__"], "__init__"
-    return _misfit_of_call(dotted, found.node, call, bound=bool(attribute))
+        definition, attribute = members["__init__"], "__init__"
+    return _misfit_of_call(dotted, definition.node, call, bound=bool(attribute))
 
 
 def _misfit_of_call(dotted: str, function: ast.AST, call: ast.Call, bound: bool) -> str | None:
@@ -55,26 +55,26 @@ def _misfit_of_call(dotted: str, function: ast.AST, call: ast.Call, bound: bool)
     static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
     positional = [one.arg for one in [*arguments.posonlyargs, *arguments.args]][bound and not static :]
     optional = set(positional[len(positional) - len(arguments.defaults) :] if arguments.defaults else ())
-    by_name = [one.arg for one in arguments.kwonlyargs]
+    by_name = [arg.arg for arg in arguments.kwonlyargs]
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     optional |= {one.arg for one, default in defaults if default is not None}
-    given = {keyword.arg for keyword in call.keywords} | {*positional[: len(call.args)]}
+    passed = {keyword.arg for keyword in call.keywords} | {*positional[: len(call.args)]}
     if len(call.args) > len(positional) and arguments.vararg is None:
         return f"{dotted} takes {len(positional)} positional arguments, {len(call.args)} are given"
-    if (unknown := given - {*positional, *by_name}) and arguments.kwarg is None:
+    if (unknown := passed - {*positional, *by_name}) and arguments.kwarg is None:
         return f"{dotted} has no parameter {', '.join(sorted(map(str, unknown)))}"
-    if missing := {*positional, *by_name} - given - optional:
+    if missing := {*positional, *by_name} - passed - optional:
         return f"{dotted} also needs {', '.join(sorted(missing))}"
     return None
 
 
 def _misfit_of_fields(dotted: str, members: Mapping[str, _Found], call: ast.Call) -> str | None:
     """Compare a call with the fields of a dataclass; ones without a default must be given."""
-    fields = {name: found.node for name, found in members.items() if isinstance(found.node, ast.AnnAssign)}
-    given = {keyword.arg for keyword in call.keywords} | {*[*fields][: len(call.args)]}
-    if unknown := given - fields.keys():
+    fields = {name: member.node for name, member in members.items() if isinstance(member.node, ast.AnnAssign)}
+    passed = {keyword.arg for keyword in call.keywords} | {*[*fields][: len(call.args)]}
+    if unknown := passed - fields.keys():
         return f"{dotted} has no field {', '.join(sorted(map(str, unknown)))}"
-    if missing := {name for name, field in fields.items() if field.value is None} - given:
+    if missing := {name for name, field in fields.items() if field.value is None} - passed:
         return f"{dotted} also needs {', '.join(sorted(missing))}"
     return None
 
@@ -84,7 +84,7 @@ def _misfit_of_parameters(dotted: str, function: ast.AST, call: ast.Call) -> str
         return f"{dotted} is no function"
     arguments = function.args
     names = [one.arg for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
-    wanted = [ast.unparse(one) for one in call.args]
+    wanted = [ast.unparse(arg) for arg in call.args]
     others = wanted[-1:] == ["*_"]
     if names[: len(wanted) - others] != wanted[: len(wanted) - others] or not others and len(names) != len(wanted):
         return f"{dotted} has the parameters {', '.join(names)}, expected {', '.join(wanted)}"
@@ -110,19 +110,19 @@ class _Sources:
         if isinstance(node, ast.ImportFrom):
             original = next(alias.name for alias in node.names if name in (alias.asname, alias.name))
             for origin in _origins(path, node):
-                if (found := self.find(origin, original)) is not None:
-                    return found
+                if (definition := self.find(origin, original)) is not None:
+                    return definition
         return None if node is None else _Found(path, node)
 
-    def members(self, found: _Found) -> dict[str, _Found]:
+    def members(self, definition: _Found) -> dict[str, _Found]:
         """Return the attributes of a class and of its bases by name: methods, fields, and what methods set."""
-        node, path = found.node, found.path
+        node, path = definition.node, definition.path
         if not isinstance(node, ast.ClassDef):
             return {}
         members: dict[str, _Found] = {}
         for base in reversed(node.bases):
             parent = self.find(path, ast.unparse(base).partition("[")[0].partition(".")[0])
-            if parent is not None and parent != found:
+            if parent is not None and parent != definition:
                 members |= self.members(parent)
         for inner in ast.walk(node):
             if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
@@ -147,7 +147,7 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 names = (one for one in ast.walk(target) if isinstance(one, ast.Name))
-                yield from ((one.id, node) for one in names if isinstance(one.ctx, ast.Store))
+                yield from ((name.id, node) for name in names if isinstance(name.ctx, ast.Store))
         elif isinstance(node, ast.ImportFrom | ast.Import):
             yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
         elif isinstance(node, ast.If | ast.Try | ast.With):

@@ -58,14 +58,14 @@ def _keys(node: type, default: Any, prefix: str, outer: KeyUse) -> Iterator[Key]
 @cache
 def _texts(node: type) -> dict[str, str]:
     """Map the fields of a dataclass to the string literals that follow them in its source, those of its bases too."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for one in filter(is_dataclass, reversed(node.__mro__)):
         body = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0].body  # type: ignore[attr-defined]
         for statement, following in zip(body, body[1:], strict=False):
             match statement, following:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = " ".join(text.split())
-    return found
+                    texts[name] = " ".join(text.split())
+    return texts
 
 
 def value_of(config: Any, key: str) -> Any:

@@ -45,35 +45,35 @@ def typed(key: str, text: str, hint: Any) -> str:
     if get_origin(kind) is list or kind is list:
         is_text = "," not in text and not {int, float} & {*get_args(kind)}
         return text if text.lower() == "null" else f"[{quoted(text) if is_text else text}]"
-    found, expected = text, ""
+    value, expected = text, ""
     if kind is int:
         sized = key.endswith("_bytes")
-        found, expected = _integer(text, sized), f"a whole number{' or one with K, M, G or T' if sized else ''}"
+        value, expected = _integer(text, sized), f"a whole number{' or one with K, M, G or T' if sized else ''}"
     elif kind is float:
-        found, expected = (text if _number(text) is not None else ""), "a number"
+        value, expected = (text if _number(text) is not None else ""), "a number"
     elif kind is str:
-        found = quoted(text)
+        value = quoted(text)
     elif kind is bool:
-        found, expected = (text if text.lower() in TRUTHS else ""), "true or false"
-    if not found:
+        value, expected = (text if text.lower() in TRUTHS else ""), "true or false"
+    if not value:
         raise ValueError(f"{key}={text}: expected {expected}{', or null' if optional else ''}")
-    return found
+    return value
 
 
 def quoted(text: str) -> str:
     """Return a text as Hydra reads it in quotes, where backslashes count only before a quote."""
-    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 def typed_words(words: list[str], hints: Mapping[str, Any]) -> list[str]:
     """Return the words of a command line with the values of known keys as Hydra reads them; raise ValueError for one
     that is none of its key's type. ``hints``: types by key."""
-    found = []
+    arguments = []
     for word in words:
         key, equals, text = word.partition("=")
         bare = key.lstrip("+")
-        found.append(f"{key}={typed(bare, text, hints[bare])}" if equals and bare in hints else word)
-    return found
+        arguments.append(f"{key}={typed(bare, text, hints[bare])}" if equals and bare in hints else word)
+    return arguments
 
 
 def _integer(text: str, sized: bool) -> str:

@@ -79,23 +79,23 @@ def digest_files(config: Config) -> dict[str, dict[str, str]]:
     named = [(key, name, path) for key, files in paths.items() for name, path in files.items()]
     with ThreadPoolExecutor(8) as threads:
         digests = list(threads.map(lambda one: digest_of(one[2], WHOLE_BYTES), named))
-    found: dict[str, dict[str, str]] = {key: {} for key, files in paths.items() if files}
+    by_key: dict[str, dict[str, str]] = {key: {} for key, files in paths.items() if files}
     for (key, name, _), digest in zip(named, digests, strict=True):
-        found[key][name] = digest
-    return found
+        by_key[key][name] = digest
+    return by_key
 
 
 def find_other_content(saved: Digests, new: Digests, changed: Iterable[str] = ()) -> dict[str, str]:
     """Return by key what has other content than at the checkpoint. ``changed``: keys with another value. Of a reward or
     an environment that is another one, the content is expected to differ."""
     ignored = {key for key in changed if key.startswith(("reward.", "environment."))}
-    found = {}
+    changes = {}
     for key in saved.keys() & new.keys() - ignored:
         names = saved[key].keys() & new[key].keys() if key in IN_PART else saved[key].keys() | new[key].keys()
         if differing := sorted(name for name in names if saved[key].get(name) != new[key].get(name)):
             listed = ", ".join(differing[:MAX_NAMED]) + (" …" if len(differing) > MAX_NAMED else "")
-            found[key] = f"other content of {listed}" if listed else "the file has other content"
-    return found
+            changes[key] = f"other content of {listed}" if listed else "the file has other content"
+    return changes
 
 
 def _folder(path: str) -> dict[str, Path]:
@@ -165,7 +165,7 @@ def new_folder(run: RunConfig) -> RunFolder:
 
 
 def _reused(path: Path) -> RunFolder | None:
-    """Open a folder that has only a failed start, and sets aside what that has left; None: it has something else."""
+    """Open a folder that has only a failed start, and set aside what that has left; None: it has something else."""
     with suppress(FolderInUse):
         if _has_only_failed_start(path):
             folder = RunFolder(path.parent, path.name, "resume")
@@ -179,8 +179,8 @@ def _reused(path: Path) -> RunFolder | None:
 def _has_only_failed_start(path: Path) -> bool:
     """Whether a folder is this user's own, and the last start in it failed before its first step or evaluation was
     done, as none did before."""
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         return False
     done = ("checkpoints", "hf"), ("metrics.jsonl", EVALUATIONS)
     folders, logs = ([path / name for name in names if os.path.lexists(path / name)] for names in done)

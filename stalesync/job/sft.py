@@ -44,7 +44,7 @@ class Supervised(NamedTuple):
 
 
 class ChatTokenizer:
-    """Tokenises chats by the ``template`` of ``tokenizer``; raises ValueError if it does not show where the assistant's
+    """Tokenise chats by the ``template`` of ``tokenizer``; raise ValueError if it does not show where the assistant's
     turn ends."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
@@ -220,7 +220,7 @@ def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(tools, str):
         with suppress(ValueError):
             tools = json.loads(tools)
-    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"tools={tools!r:.60}: expected a list of JSON schemas")
     return tools
 

@@ -121,7 +121,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Checkpoints:
-    """Saves and restores the run of ``loop``. ``inputs``: what the run depends on (`inputs_of`)."""
+    """Save and restore the run of ``loop``. ``inputs``: what the run depends on (`inputs_of`)."""
 
     loop: Controller
     evaluation: Evaluation

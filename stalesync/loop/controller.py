@@ -58,7 +58,7 @@ POLL_S = 0.5
 
 @dataclass(kw_only=True)
 class Controller:
-    """Executes the commands of `admission`. Between steps, the cards that train are in the training phase."""
+    """Execute the commands of `admission`. Between steps, the cards that train are in the training phase."""
 
     config: Config
     spec: WorkerSpec
@@ -77,7 +77,7 @@ class Controller:
     folder: RunFolder
     view: LiveView
     conversing: Conversing | None = None
-    """Of a run with environments"""
+    """Conversations of a run with environments"""
     _kv_tokens: float | None = None
     """Capacity of the smallest KV cache in the last step"""
     _num_tokens: int = 0
@@ -175,7 +175,7 @@ class Controller:
         chunks = self.generation.take_ended_chunks()
         for engine, samples in chunks.items():
             self.admission.observe_chunks_ended(engine, samples)
-        num_chunks = sum(one.generated > 0 and not one.turn for samples in chunks.values() for one in samples)
+        num_chunks = sum(sample.generated > 0 and not sample.turn for samples in chunks.values() for sample in samples)
         self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
         self.engines.observe()
         answered = False

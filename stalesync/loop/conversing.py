@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 class Conversing:
-    """Converses for the groups in progress."""
+    """Converse for the groups in progress."""
 
     def __init__(
         self,
@@ -87,17 +87,17 @@ class Conversing:
     def next(self, count: int) -> list[Prompt]:
         """Return the next prompts, with what their environments say first; rows whose environment does not begin are
         replaced, and their groups recorded as failed."""
-        found: list[Prompt] = []
+        prompts: list[Prompt] = []
         unstarted = 0
-        while len(found) < count:
-            drawn = self._source.next(count - len(found))
+        while len(prompts) < count:
+            drawn = self._source.next(count - len(prompts))
             started = self._start(drawn)
-            found += started
+            prompts += started
             unstarted = 0 if started else unstarted + len(drawn)
             if unstarted > MAX_UNSTARTED:
                 label = self.environments.config.label
                 raise EnvironmentsFailed(f"{label}: no environment of {unstarted} prompts begins")
-        return found
+        return prompts
 
     def _start(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         started, results = list[Prompt](), self.environments.begin(prompts)

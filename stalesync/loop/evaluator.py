@@ -24,7 +24,7 @@ from stalesync.scoring.scoring import EVALUATED, RESPONSE
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates the weights of ``loop``."""
+    """Evaluate the weights of ``loop``."""
 
     evaluation: Evaluation
     loop: Controller

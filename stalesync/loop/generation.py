@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Generation:
-    """Runs the engines, which are numbered as in ``spec.engines``. ``prompts``: prompts of the groups in progress, by
+    """Run the engines, which are numbered as in ``spec.engines``. ``prompts``: prompts of the groups in progress, by
     id; ``take_reports``: called with the reports of the cards; ``on_ended_chunks``: called on another thread when
     `take_ended_chunks` has something to return; ``rewards``: of the last groups of the data rows, for drafts from them;
     None: there are no such drafts."""
@@ -134,7 +134,7 @@ class Generation:
         self._take_reports(self._cards.wait(returning))
 
     def dispatch(self, command: Dispatch) -> None:
-        """Start engines with their requests, submits requests to running ones, and free unused parked KV. Only the
+        """Start engines with their requests, submit requests to running ones, and free unused parked KV. Only the
         first, while the cards switch for the engines."""
         submitted: dict[int, StageCall[None]] = {}
         for engine, dispatched in command.requests_by_engine.items():
@@ -235,7 +235,7 @@ class Generation:
         for engine, groups in zip(engines, assign_groups(load_by_group, [0] * len(engines)), strict=True):
             first, *others = self._spec.engines[engine]
             calls = {rank: stage_call(Worker.answer, [], rows) for rank in others}
-            calls[first] = stage_call(Worker.answer, [one for group in groups for one in requests[group]], rows)
+            calls[first] = stage_call(Worker.answer, [request for group in groups for request in requests[group]], rows)
             running.append(self._cards.begin_each(calls))
         return running
 

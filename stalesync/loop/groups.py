@@ -43,7 +43,7 @@ class Cancelled:
 
 @dataclass
 class Groups:
-    """Tracks the groups of a run. ``size``: number of samples of a group."""
+    """Track the groups of a run. ``size``: number of samples of a group."""
 
     size: int
     admission: Admission

@@ -32,7 +32,7 @@ MAX_SKIPPED_IN_A_ROW = 3
 
 @dataclass(kw_only=True)
 class StepRows:
-    """Closes the steps of a run, one after the other, and writes their rows, as each `Step` asks.
+    """Close the steps of a run, one after the other, and write their rows, as each `Step` asks.
     ``take_save_metrics``: returns the metrics of the last cut."""
 
     cards: Cards

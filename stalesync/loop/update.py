@@ -56,7 +56,7 @@ class Training:
 
 @dataclass(kw_only=True)
 class Updater:
-    """Runs the stages of an update. ``record_reports``: called with the cards' reports of every stage."""
+    """Run the stages of an update. ``record_reports``: called with the cards' reports of every stage."""
 
     spec: WorkerSpec
     cards: Cards
@@ -82,7 +82,7 @@ class Updater:
         self, groups: Sequence[str], samples: SampleColumns, version: int, metrics: Metrics, *, update: bool = True
     ) -> Training:
         """Begin to train policy ``version`` on all scored samples of these groups; `finish` must follow. Drops samples
-        whose reward failed, and leaves out those that the queue has lost. ``groups``: in the order in which minibatches
+        whose reward failed, and leave out those that the queue has lost. ``groups``: in the order in which minibatches
         take them; ``samples``: of these groups, in order of ids; ``update``: False: their gradients are accumulated for
         the next call's step. Raise ValueError if a sample has been trained, is being trained, or has been dropped."""
         with metrics.timer("adv"):
@@ -160,7 +160,7 @@ class Updater:
         with metrics.timer("adv"):
             if kl is not None and (samples := self._drop_parts(samples, kl.keys())):
                 metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.sampled_tokens))
-                kl = {one.id: sum(kl[row] for row in one.rows) for one in samples.samples}
+                kl = {sample.id: sum(kl[row] for row in sample.rows) for sample in samples.samples}
             while samples:
                 advantages_B, _ = self.algorithm.advantages(
                     rewards=samples.rewards,

@@ -164,7 +164,7 @@ def seed_of(run_seed: int, group: str) -> int:
 
 
 class Conversations:
-    """Tracks the conversations of all groups from their admission until `take`."""
+    """Track the conversations of all groups from their admission until `take`."""
 
     def __init__(self, spec: ConversationSpec) -> None:
         self._spec = spec
@@ -334,7 +334,7 @@ class Conversations:
 
     def _fail(self, failing: Conversation, kind: str, detail: str) -> FailGroup:
         members = self._members[failing.group]
-        away = tuple(one.id for one in members if one.state == "away")
+        away = tuple(member.id for member in members if member.state == "away")
         for one in members:
             self._due.pop(one.id, None)
             if one.state in ("speaking", "away"):

@@ -28,7 +28,7 @@ from fusion.rollout.entry import Entry
 from fusion.rollout.types import SuspendedSample, row_of
 
 IDLE = "idle"
-"""In place of a stage, of a card that runs none"""
+"""Stage of a card that runs none"""
 MENDED_IN = frozenset({"generate", "answer", "snapshot_drafts", "close_kv_pool", IDLE})
 """Stages of an engine's cards in which no card of another engine waits for them"""
 TRANSFERS = frozenset({"switch", "receive"})
@@ -73,7 +73,7 @@ class EngineDeaths:
         causes = [
             one for one in failures if not (one.kind in CONSEQUENCES and one.stage in self._mended_in & TRANSFERS)
         ]
-        if self.why_not(failures, stages) or {self.engine_of(one.rank) for one in causes} != engines:
+        if self.why_not(failures, stages) or {self.engine_of(cause.rank) for cause in causes} != engines:
             return []
         self.num_restarts += len(engines)
         return sorted(engines)
@@ -92,7 +92,7 @@ class EngineDeaths:
 
     def _dead_engines(self, failures: Sequence[RankFailure]) -> set[int]:
         """Return the engines of which a card has died; none if another card has died, too."""
-        dead = {self.engine_of(one.rank) for one in failures if one.kind is FailureKind.DIED}
+        dead = {self.engine_of(failure.rank) for failure in failures if failure.kind is FailureKind.DIED}
         return set() if None in dead else {engine for engine in dead if engine is not None}
 
 

@@ -29,7 +29,7 @@ NEWEST = 0.3
 
 
 class Lending:
-    """Makes the decisions of a run. ``generates``: whether cards that train also generate; else they only train;
+    """Make the decisions of a run. ``generates``: whether cards that train also generate; else they only train;
     ``engine_slots``: requests that an engine decodes at a time; ``step_samples``: samples of a step."""
 
     def __init__(self, *, generates: bool, engine_slots: int, step_samples: int) -> None:

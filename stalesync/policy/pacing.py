@@ -13,7 +13,7 @@ TOLERANCE = 0.03
 
 
 class PaceTally:
-    """Accumulates the overrun of all steps since the start or resume. ``pace``: None if cards are not paced."""
+    """Accumulate the overrun of all steps since the start or resume. ``pace``: None if cards are not paced."""
 
     def __init__(self, pace: "Pace | None"):
         self.pace = pace

@@ -9,7 +9,7 @@ Decision = Literal["wait", "warn", "stop"]
 
 
 class Patience:
-    """Begins to wait at ``now_s``."""
+    """Begin to wait at ``now_s``."""
 
     def __init__(self, now_s: float, *, limit_s: float, warn_every_s: float):
         self.begun_s = self._warned_s = now_s

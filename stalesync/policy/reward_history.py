@@ -15,7 +15,7 @@ from fusion.rollout.length_history import MAX_ROWS, row_of
 
 
 class RewardHistory:
-    """Holds rewards by row, the newest rows last."""
+    """Hold rewards by row, the newest rows last."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
@@ -26,9 +26,9 @@ class RewardHistory:
         None, or not finite: the response has none."""
         group = next(iter(rewards)).rsplit("/", 1)[0]
         numbers = {int(id.rsplit("/", 1)[1]): reward for id, reward in rewards.items()}
-        found = [numbers.get(number) for number in range(max(numbers) + 1)]
+        in_order = [numbers.get(number) for number in range(max(numbers) + 1)]
         self._rewards.pop(row_of(group), None)
-        finite = tuple(reward if reward is not None and math.isfinite(reward) else None for reward in found)
+        finite = tuple(reward if reward is not None and math.isfinite(reward) else None for reward in in_order)
         self._rewards[row_of(group)] = group, finite
         if len(self._rewards) > self._max_rows:
             del self._rewards[next(iter(self._rewards))]

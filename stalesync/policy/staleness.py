@@ -47,7 +47,7 @@ from typing import Any
 
 @dataclass
 class StalenessLedger:
-    """Tracks groups by id. ``max_staleness``: the bound s in versions; a version trains ``groups_per_step`` groups or
+    """Track groups by id. ``max_staleness``: the bound s in versions; a version trains ``groups_per_step`` groups or
     fewer, if finished groups hold ``tokens_per_step`` tokens (None: no such threshold)."""
 
     max_staleness: int

@@ -16,7 +16,7 @@ from stalesync.policy.staleness import StalenessLedger
 
 
 class RunningEngines:
-    """Tracks the number of requests of each running engine, their total, and the engines with few requests, so that an
+    """Track the number of requests of each running engine, their total, and the engines with few requests, so that an
     event costs O(1) instead of a scan of the buffer. Invariants: `total` is the sum of the counts; an engine is in
     `low` exactly if it runs and has at most ``low_requests``."""
 

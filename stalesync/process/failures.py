@@ -1,4 +1,4 @@
-"""Reports the root cause of a failed stage, not its consequences.
+"""Report the root cause of a failed stage, not its consequences.
 
 A worker sends the exception of a stage as a typed `StageFailed` (`fusion.colocate.failures`); Ray reports workers that
 died. Of several failures the root cause is chosen by kind, then by rank, never by the text of a message."""
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 MIN_FREE_BYTES = 1 << 20
 """With less than this, a file system is reported as full."""
 MAX_CAUSE_CHARS = 300
-"""Of an error of Ray in a message; the whole of it is in the run's log."""
+"""Maximum of an error of Ray in a message; the whole of it is in the run's log."""
 
 
 class RunFailed(RuntimeError):

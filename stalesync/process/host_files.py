@@ -29,7 +29,7 @@ CHUNK_BYTES = 8 << 20
 WHOLE_BYTES = 1 << 20
 """Files of at most this size are read whole"""
 MAX_NAMED = 3
-"""Of the files that differ, in a message"""
+"""Number of differing files in a message"""
 Digests = Mapping[str, str]
 """Digest of a file by its name"""
 

@@ -50,12 +50,12 @@ class ProcessStat(NamedTuple):
 
     @classmethod
     def of_all(cls) -> "dict[int, ProcessStat]":
-        found = {int(name): cls.of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-        return {pid: stat for pid, stat in found.items() if stat is not None}
+        stats = {int(name): cls.of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+        return {pid: stat for pid, stat in stats.items() if stat is not None}
 
 
 class ExitStatus:
-    """Watches a process of the same user, whose exit status is known of a zombie, or from Linux 6.15 on of any that
+    """Watch a process of the same user, whose exit status is known of a zombie, or from Linux 6.15 on of any that
     ended while it was watched. ``descriptor``: readable when it has ended; -1: there is none."""
 
     def __init__(self, pid: int) -> None:
@@ -89,13 +89,13 @@ class ExitStatus:
 
 PR_SET_PDEATHSIG = 1
 SIGNAL = signal.SIGUSR1
-"""By which the kernel reports the end of the thread; blocked, and read from a descriptor"""
+"""Signal by which the kernel reports the end of the thread; blocked, and read from a descriptor"""
 SIGSET_WORDS = 16
 """Size of the C library's `sigset_t` in machine words: at least"""
 
 
 class EndWatch:
-    """Watches descriptors, and the thread that started this process. Only for a process of one thread, which checks its
+    """Watch descriptors, and the thread that started this process. Only for a process of one thread, which checks its
     parent's id afterwards: the thread may have ended before."""
 
     def __init__(self) -> None:

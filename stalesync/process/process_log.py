@@ -37,7 +37,7 @@ def write_log_to(path: str) -> None:
 
 
 class _Tolerant(io.FileIO):
-    """Drops what finds no space: a log that cannot be written must not end what it reports of."""
+    """Drop what finds no space: a log that cannot be written must not end what it reports of."""
 
     def __init__(self, file: int | Path, mode: str, on_full: Callable[[OSError], None] = lambda error: None) -> None:
         super().__init__(file, mode, closefd=isinstance(file, Path))

@@ -266,7 +266,7 @@ def _initialise(cluster: str | None, **options: Any) -> None:
 
 
 class Ender:
-    """Ends this process at once, with a report, where its main thread waits in Ray and cannot. Ray would wait for a
+    """End this process at once, with a report, where its main thread waits in Ray and cannot. Ray would wait for a
     minute, and then end the process without a report. Its guard and those of the rewards end what is left. Called by
     the threads that watch Ray. ``guard``: of a Ray that was started here; ``report`` records an error;
     ``show_report`` is called after that."""

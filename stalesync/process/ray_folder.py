@@ -32,18 +32,18 @@ EXPOSED = (
     "your own: mkdir -m 700 /tmp/ray-NAME and export RAY_TMPDIR=/tmp/ray-NAME, on every host"
 )
 LOGS = "logs/ray"
-"""Where in the run's folder the logs of a Ray are kept that failed"""
+"""Folder within the run's in which the logs of a Ray that failed are kept"""
 
 
 def root_of(environment: Mapping[str, str]) -> Path:
     """Return the folder in which that of a run is created. TMPDIR is not used where it is unsuitable. Raise ValueError
     where RAY_TMPDIR, or /tmp, is too long for sockets, or other users can replace what is in it."""
-    if not (given := environment.get(ROOT_VARIABLE)):
-        given = environment.get("TMPDIR")
-        given = given if given and not _unsuitable(Path(given)) else "/tmp"
-    if refused := _unsuitable(Path(given)):
-        raise ValueError(f"RAY_TMPDIR={given}: {refused}; set RAY_TMPDIR to a short path that only you may write to")
-    return Path(given).resolve()
+    if not (path := environment.get(ROOT_VARIABLE)):
+        path = environment.get("TMPDIR")
+        path = path if path and not _unsuitable(Path(path)) else "/tmp"
+    if refused := _unsuitable(Path(path)):
+        raise ValueError(f"RAY_TMPDIR={path}: {refused}; set RAY_TMPDIR to a short path that only you may write to")
+    return Path(path).resolve()
 
 
 def _unsuitable(folder: Path) -> str:
@@ -60,10 +60,10 @@ def exposed(folder: Path) -> str:
     """Return how a user other than this one and root can replace a folder, or what is in it: through a link on the way
     to it, or a folder that they may write to, unless one above it keeps them out. "": in no way. Raise OSError if it
     does not exist."""
-    given, real = folder.absolute(), folder.resolve(strict=True)
+    stated, real = folder.absolute(), folder.resolve(strict=True)
     trusted = {0, os.getuid(), os.stat("/").st_uid}  # the owner of /: root, also where a namespace does not map it
     private = next((path for path in (real, *real.parents) if not path.stat().st_mode & 0o077), real)
-    links = [path for path in (given, *given.parents) if path.is_symlink()]
+    links = [path for path in (stated, *stated.parents) if path.is_symlink()]
     for path in (*links, private, *private.parents):
         about = path.lstat()
         if about.st_uid not in trusted:

@@ -58,7 +58,7 @@ STARTED, LEAVING, GIVING_UP = b"s", b"l", b"g"
 once, and nothing of Ray will end by itself"""
 RAY_EXIT = 1
 """Status with which Ray's C++ ends a process at once; whatever else ends the controller so is announced to the guard"""
-MAX_NEWS_BYTES = 64
+MAX_MESSAGE_BYTES = 64
 """More than the controller writes"""
 MARK = "STALESYNC_GUARD"
 """The environment variable in which the processes of a Ray have the mark of their guard"""
@@ -106,10 +106,10 @@ class Guard:
     folder: Path
     ends_itself: bool = False
 
-    def send(self, news: bytes) -> None:
-        self.ends_itself = news == STARTED or (self.ends_itself and news == LEAVING)
+    def send(self, message: bytes) -> None:
+        self.ends_itself = message == STARTED or (self.ends_itself and message == LEAVING)
         with suppress(BrokenPipeError):  # somebody has killed the guard
-            os.write(self.pipe, news)
+            os.write(self.pipe, message)
 
 
 @contextmanager
@@ -175,7 +175,7 @@ class Members:
     def __init__(self, mark: str) -> None:
         self._wanted = f"{MARK}={mark}".encode()
         self._known: dict[int, int] = {}
-        """When each was started (clock ticks), by process id"""
+        """Start of each (clock ticks), by process id"""
 
     def look(self) -> list[int]:
         """Return the ids of those that have not ended."""
@@ -196,8 +196,8 @@ class Members:
 
 
 def end_session(mark: str, roots: Sequence[str], quiet_s: float = LOOKS_S, grace_s: float = GRACE_S) -> None:
-    """Wait until no process of the Ray with this mark has been seen for ``quiet_s``, kills those that are left after
-    ``grace_s``, and removes the folders of dead queues."""
+    """Wait until no process of the Ray with this mark has been seen for ``quiet_s``, kill those that are left after
+    ``grace_s``, and remove the folders of dead queues."""
     start_s = seen_s = time.monotonic()
     processes = Members(mark)
     while (now_s := time.monotonic()) - start_s < MAX_S:
@@ -266,11 +266,11 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[EndedProcess
                     name = processes.name_of(fd)
                     ended, ended_s = ended or EndedProcess(name, processes.status_of(name)), ended_s or time.monotonic()
                     continue
-                news = os.read(0, MAX_NEWS_BYTES)
-                starting = starting and STARTED not in news
-                if leaving := news.replace(STARTED, b""):
+                message = os.read(0, MAX_MESSAGE_BYTES)
+                starting = starting and STARTED not in message
+                if leaving := message.replace(STARTED, b""):
                     return None, not starting and leaving[:1] != GIVING_UP
-                if not news:
+                if not message:
                     order.unwatch_input(0)  # its last thread is ending
             if starting and ended and time.monotonic() - ended_s > FROZEN_S:
                 return ended, False

@@ -32,7 +32,7 @@ LEAVE_S = 3.0
 
 
 class RayProcesses:
-    """Watches the children of a process that have one of ``names``. ``parent``: None: this process; ``before``:
+    """Watch the children of a process that have one of ``names``. ``parent``: None: this process; ``before``:
     children that are not watched, such as those of an earlier Ray; ``complete``: all of them have started: one that is
     not there has ended, and nothing is left of it."""
 
@@ -87,8 +87,8 @@ class RayProcesses:
 
     def status_of(self, name: str) -> int | None:
         """Return the exit status of one that has ended, as `ExitStatus.read`."""
-        found = (self._statuses[fd].read() for fd, known in self._name_by_fd.items() if known == name)
-        return next((status for status in found if status is not None), None)
+        statuses = (self._statuses[fd].read() for fd, known in self._name_by_fd.items() if known == name)
+        return next((status for status in statuses if status is not None), None)
 
     def check(self) -> None:
         """Raise RayEnded if one of them has ended. Any thread."""
@@ -107,7 +107,7 @@ class RayProcesses:
 def watching_end(
     processes: RayProcesses, interrupt: Callable[[RayEnded], None], give_up: Callable[[RayEnded], None]
 ) -> Iterator[None]:
-    """If one of the processes has ended and the block lasts another `NOTICE_S`, calls ``interrupt`` from a thread, and
+    """If one of the processes has ended and the block lasts another `NOTICE_S`, call ``interrupt`` from a thread, and
     after another `LEAVE_S` ``give_up``: a call of Ray may wait for much longer."""
     with _watching(processes, [(NOTICE_S, interrupt), (LEAVE_S, give_up)]):
         yield

@@ -31,7 +31,7 @@ RUN_LOG = "run.log"
 ERROR = "error.json"
 LOGS = "logs"
 MAX_LOG_BYTES, MAX_LOGS_BYTES = 256 << 10, 32 << 20
-"""Of each process's log in `run.log`, its end; and of all of them."""
+"""Maximum of the end of each process's log in `run.log`, and of all of them."""
 
 
 def describe_failure(error: BaseException, progress: "Progress") -> dict[str, Any]:

@@ -57,20 +57,20 @@ class _Stops:
 
     phase: Phase
     held: KeyboardInterrupt | None = None
-    """Arrived in `holding`, not raised yet"""
+    """Signals that arrived in `holding`, not raised yet"""
     held_s: float = 0.0
-    told: int = -1
-    """In `holding`, a pipe in which the interpreter writes the number of a signal when a thread receives it"""
+    reader_fd: int = -1
+    """Pipe, in `holding`, in which the interpreter writes the number of a signal when a thread receives it"""
     first: KeyboardInterrupt | None = None
-    """Was raised"""
+    """Interrupt that was raised"""
     first_s: float = 0.0
     completes: bool = False
     """Whether the first SIGTERM is a request, which is not raised (`completing`)"""
     request: Stopped | None = None
-    """That one, once it has arrived"""
+    """The first SIGTERM, once it has arrived"""
     request_s: float = 0.0
     failure: BaseException | None = None
-    """Of another thread; `WAKE` interrupts the main thread for it"""
+    """Failure of another thread; `WAKE` interrupts the main thread for it"""
 
 
 _stops = _Stops("idle")
@@ -144,15 +144,15 @@ def holding() -> Iterator[None]:
     if (phase := _stops.phase) != "raise":
         yield
         return
-    told, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    reader_fd, tells = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
-    _stops.phase, _stops.told = "hold", told
+    _stops.phase, _stops.reader_fd = "hold", reader_fd
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        _stops.phase, _stops.told = phase, -1
-        for fd in (told, tells):
+        _stops.phase, _stops.reader_fd = phase, -1
+        for fd in (reader_fd, tells):
             os.close(fd)
         stop, _stops.held = _stops.held, None
         if stop is not None:
@@ -192,7 +192,7 @@ def held_too_long() -> KeyboardInterrupt | None:
 def _told() -> set[int]:
     """Return the numbers of signals that any thread has received, also where the main thread waits in C."""
     try:
-        return {*os.read(_stops.told, 64)} if _stops.told >= 0 else set()
+        return {*os.read(_stops.reader_fd, 64)} if _stops.reader_fd >= 0 else set()
     except BlockingIOError:
         return set()
 
@@ -239,7 +239,7 @@ def keeping_handlers() -> Iterator[None]:
 def restoring_handlers() -> Iterator[Callable[[], None]]:
     """Restore the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default
     effect, of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block;
-    where the run ends by a signal already, a second one still ends it at once. Yields what restores them inside the
+    where the run ends by a signal already, a second one still ends it at once. Yield what restores them inside the
     block, as soon as the C++ is done: a signal that this thread blocks is received by another one, and by default it
     would end the process."""
     if threading.current_thread() is not threading.main_thread():

@@ -53,19 +53,19 @@ def normalize_chat(messages: list[Any], *, answered: bool = False) -> list[dict[
 def _normalize(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"a {type(message).__name__}; expected an object with role and content")
-    given = {name: value for name, value in message.items() if value is not None}  # a Parquet column has all fields
-    if "from" in given or "value" in given:
-        given = _of_sharegpt(given)
-    if unknown := sorted(given.keys() - FIELDS):
+    stated = {name: value for name, value in message.items() if value is not None}  # a Parquet column has all fields
+    if "from" in stated or "value" in stated:
+        stated = _of_sharegpt(stated)
+    if unknown := sorted(stated.keys() - FIELDS):
         raise ValueError(f"the field {unknown[0]!r} is not supported; expected {', '.join(sorted(FIELDS))}")
-    if given.get("role") not in ROLES:
-        raise ValueError(f"role={given.get('role')!r}: expected one of {', '.join(ROLES)}")
-    content = _text(given["content"]) if "content" in given else ""
-    if not content.strip() and (given["role"] == "user" or "content" not in given and "tool_calls" not in given):
-        raise ValueError(f"the {given['role']}'s content is empty")
-    if calls := given.get("tool_calls"):
-        given = given | {"tool_calls": _calls(calls)}
-    return given | {"content": content}
+    if stated.get("role") not in ROLES:
+        raise ValueError(f"role={stated.get('role')!r}: expected one of {', '.join(ROLES)}")
+    content = _text(stated["content"]) if "content" in stated else ""
+    if not content.strip() and (stated["role"] == "user" or "content" not in stated and "tool_calls" not in stated):
+        raise ValueError(f"the {stated['role']}'s content is empty")
+    if calls := stated.get("tool_calls"):
+        stated = stated | {"tool_calls": _calls(calls)}
+    return stated | {"content": content}
 
 
 def without_nulls(value: Any) -> Any:
@@ -78,7 +78,7 @@ def without_nulls(value: Any) -> Any:
 def _calls(calls: Any) -> list[dict[str, Any]]:
     """Return calls of tools in the form of OpenAI's API, with arguments as objects, as most templates read them.
     Raise ValueError: one is neither such a call nor its function alone."""
-    found = []
+    checked = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         arguments = function.get("arguments", {}) if isinstance(function, dict) else None
@@ -93,8 +93,8 @@ def _calls(calls: Any) -> list[dict[str, Any]]:
             expected = "a list of objects with name and arguments, an object or its JSON, or with these in function"
             raise ValueError(f"tool_calls has {call!r:.60}; expected {expected}")
         whole = call if "function" in call else {"type": "function"}
-        found.append(whole | {"function": function | {"arguments": arguments}})
-    return found
+        checked.append(whole | {"function": function | {"arguments": arguments}})
+    return checked
 
 
 def with_texts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -118,8 +118,8 @@ def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:
     sender = message.get("from")
     if not isinstance(sender, str) or sender not in ROLE_BY_SENDER:
         raise ValueError(f"from={sender!r}: expected one of {', '.join(ROLE_BY_SENDER)}")
-    given = {"role": ROLE_BY_SENDER[sender]}
-    return given | ({"content": message["value"]} if "value" in message else {})
+    stated = {"role": ROLE_BY_SENDER[sender]}
+    return stated | ({"content": message["value"]} if "value" in message else {})
 
 
 def _text(content: Any) -> str:
@@ -129,10 +129,10 @@ def _text(content: Any) -> str:
         raise ValueError(f"content is a {type(content).__name__}; expected a text or a list of text parts")
     texts = []
     for number, part in enumerate(content):
-        given = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
-        kind = given.get("type")
-        if kind != "text" or not isinstance(given.get("text"), str) or len(given) > 2:
+        stated = {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else {}
+        kind = stated.get("type")
+        if kind != "text" or not isinstance(stated.get("text"), str) or len(stated) > 2:
             shown = f"of type {kind!r}" if kind is not None and kind != "text" else repr(part)[:60]
             raise ValueError(f"content part {number} is {shown}; only parts of type 'text' are supported")
-        texts.append(given["text"])
+        texts.append(stated["text"])
     return "\n".join(texts)

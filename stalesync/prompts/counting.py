@@ -16,7 +16,7 @@ HELD_OUT = (3, 8)
 
 
 class CountingRows(GeneratedRows):
-    """Draws prompts from eight digits, without end; two other digits are held out. Every prompt asks for
+    """Draw prompts from eight digits, without end; two other digits are held out. Every prompt asks for
     ``data.max_digits`` digits."""
 
     source = "counting"

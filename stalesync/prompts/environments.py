@@ -90,8 +90,8 @@ class Environments:
         self.arrived.clear()
         answers, self._held = [*self._held, *self.pool.poll()], []
         if wanted is not None:
-            self._held = [one for one in answers if one.id not in wanted]
-            answers = [one for one in answers if one.id in wanted]
+            self._held = [answer for answer in answers if answer.id not in wanted]
+            answers = [answer for answer in answers if answer.id in wanted]
         return answers
 
     def reward_of(self, id: str) -> float:

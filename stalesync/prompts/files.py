@@ -25,7 +25,7 @@ ARGUMENTS = ("prompt", "response", "answer")
 
 
 class RowsByIndex(Protocol):
-    """The rows of a file by index. Raises ValueError for a row that cannot be read, without its name."""
+    """The rows of a file by index. Raise ValueError for a row that cannot be read, without its name."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +33,7 @@ class RowsByIndex(Protocol):
 
 
 class FileRows(Rows):
-    """Holds the rows of `data.source` that can be used. ``check``: returns for each of some rows the number of tokens
+    """Hold the rows of `data.source` that can be used. ``check``: returns for each of some rows the number of tokens
     of its prompt, or why the row cannot be used; ``held_out``: number of rows (at most a tenth), chosen by the seed,
     that are used only for evaluation. Raise ValueError if the file does not exist, cannot be read, is empty, or lacks a
     field; or, with `data.bad_rows` refuse, a row cannot be used. Names the file, the row and the key."""
@@ -89,12 +89,12 @@ class FileRows(Rows):
         first_error = ""
         for start in range(0, len(self._table), SCAN):
             rows, errors = self._read(range(start, min(start + SCAN, len(self._table))), names)
-            for (index, row), found in zip(rows.items(), check([*rows.values()]), strict=True):
-                if isinstance(found, ValueError):
-                    errors[index] = found
+            for (index, row), length in zip(rows.items(), check([*rows.values()]), strict=True):
+                if isinstance(length, ValueError):
+                    errors[index] = length
                     continue
                 usable.append(index)
-                lengths.append(found)
+                lengths.append(length)
                 self._hashes.append(hash((str(row.prompt), row.answer)))
                 common = {*row.fields} if common is None else common & row.fields.keys()
             if errors and not first_error:

@@ -20,13 +20,13 @@ BOM = b"\xef\xbb\xbf"
 
 
 def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
 
 
 class JsonRows:
-    """Holds the place of every row in the file, which stays open and memory-mapped. ``text_field``: the field whose
+    """Hold the place of every row in the file, which stays open and memory-mapped. ``text_field``: the field whose
     value is returned as text: of a JSON string its content, of any other value the text in the file. Raise ValueError
     if the file is an array that is not valid JSON. A line that is not is an error of its row only."""
 

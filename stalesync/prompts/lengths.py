@@ -1,4 +1,4 @@
-"""Draws response lengths with the long tail of reasoning models, reproducible for a seed.
+"""Draw response lengths with the long tail of reasoning models, reproducible for a seed.
 
     length = median x exp(0.89 z(row) + 0.43 z(prompt, member)), at most the cap; one in a hundred is the cap
 
@@ -27,7 +27,7 @@ STREAMS = {"prompt": 16, "within": 17, "runaway": 18}
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Draws response lengths. ``median``, ``cap``: the median and the maximum length in tokens; ``spread``: the
+    """Draw response lengths. ``median``, ``cap``: the median and the maximum length in tokens; ``spread``: the
     standard deviations of the logarithm between rows and within a group, and the share of responses at the cap."""
 
     seed: int
@@ -86,4 +86,4 @@ class ForcedLengths:
 
     def _normals(self, purpose: str, keys: np.ndarray, members: np.ndarray) -> list[float]:
         draw = NormalDist().inv_cdf
-        return [draw(one * (1 - 2.0**-52) + 2.0**-54) for one in self._uniforms(purpose, keys, members)]
+        return [draw(uniform * (1 - 2.0**-52) + 2.0**-54) for uniform in self._uniforms(purpose, keys, members)]

@@ -10,7 +10,7 @@ from typing import Any
 from stalesync.prompts.config import DataConfig
 
 HELD_OUT_ONE_IN = 10
-"""Of the problems of a generator that are drawn from many"""
+"""Share of held-out problems, as its inverse, of a generator that draws from many"""
 
 
 @dataclass(frozen=True)

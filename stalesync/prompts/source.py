@@ -50,7 +50,7 @@ class Prompt:
 
 
 class PromptSource:
-    """Yields the prompts of `config.source` for `tokenizer` (any Hugging Face tokenizer). `held_out` rows of a file (at
+    """Yield the prompts of `config.source` for `tokenizer` (any Hugging Face tokenizer). `held_out` rows of a file (at
     most a tenth) are excluded from `next` and used by `evaluation`; generators do not use `held_out`. Raise ValueError
     if the config is wrong, the file lacks a field, a row cannot be used and `data.bad_rows` is `refuse`, or a prompt is
     too long and `data.long_prompts` is `refuse` (naming row and key)."""
@@ -114,8 +114,8 @@ class PromptSource:
     @property
     def num_too_long(self) -> int:
         """Number of rows of an epoch whose prompts are skipped as too long."""
-        found, limit = zip(self.rows.usable, self.rows.lengths, strict=True), self._config.max_prompt_length
-        too_long = {index for index, length in found if length > limit}
+        rows, limit = zip(self.rows.usable, self.rows.lengths, strict=True), self._config.max_prompt_length
+        too_long = {index for index, length in rows if length > limit}
         return sum(index in too_long for index in self._indices or ()) if too_long else 0
 
     def _spread(self, count: int) -> Sequence[int]:
@@ -234,16 +234,16 @@ class PromptSource:
     def _check(self, rows: Sequence[Row]) -> list[int | ValueError]:
         """Return the number of tokens of each prompt; the error of one that cannot be rendered or tokenized, or has no
         token, or whose text or answer is no Unicode."""
-        found: list[int | ValueError] = [self._length_of(row) for row in rows] if len(rows) == 1 else []
+        sizes: list[int | ValueError] = [self._length_of(row) for row in rows] if len(rows) == 1 else []
         if len(rows) > 1:
             try:
-                found = [len(ids) for ids in self.template.tokenize([self.template.render(row.prompt) for row in rows])]
+                sizes = [len(ids) for ids in self.template.tokenize([self.template.render(row.prompt) for row in rows])]
                 "".join(row.answer for row in rows).encode()
             except EndlessTemplate:
                 raise
             except ValueError:
-                found = [self._length_of(row) for row in rows]
-        return [length if length != 0 else ValueError("the prompt has no token") for length in found]
+                sizes = [self._length_of(row) for row in rows]
+        return [length if length != 0 else ValueError("the prompt has no token") for length in sizes]
 
     def _length_of(self, row: Row) -> int | ValueError:
         try:

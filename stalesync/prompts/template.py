@@ -38,7 +38,7 @@ class EndlessTemplate(ValueError):
 
 
 class _CpuLimitReached(BaseException):
-    """Of a base class that no template and no library catches."""
+    """End a template at its limit of CPU time: no template and no library catches the base class."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ class ChatTemplate:
     else they are read as they are; ``prefill``: text at the end of the generation prompt that belongs to the response;
     "" if there is none; ``turn_end``: the special token with which it closes the assistant's turn; None if there is
     none; ``appended``: tokens that the tokenizer appends to a text, which are removed from prompts without a template.
-    Raises ValueError if `data.system_prompt` or a name of `data.chat_template_kwargs` is not read by the template."""
+    Raise ValueError if `data.system_prompt` or a name of `data.chat_template_kwargs` is not read by the template."""
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self._tokenizer, self._system, self._kwargs = tokenizer, config.system_prompt, config.chat_template_kwargs or {}

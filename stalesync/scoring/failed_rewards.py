@@ -37,7 +37,7 @@ class TooManyFailed:
 
 
 class FailedRewards:
-    """Tracks the outcomes of a run's samples, those of evaluations included."""
+    """Track the outcomes of a run's samples, those of evaluations included."""
 
     def __init__(self, max_share: float):
         self.max_share = max_share

@@ -9,7 +9,7 @@ MIN_GROUPS_KEPT = 512
 
 
 class ScoringProgress:
-    """Tracks which samples were generated, wait for their score, and are scored. Pure.
+    """Track which samples were generated, wait for their score, and are scored. Pure.
 
     Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
     `num_unscored` counts the samples that are ready to be scored and not taken as scored yet, `num_unacknowledged`
@@ -64,7 +64,7 @@ class ScoringProgress:
 
 
 class Arrivals:
-    """Tracks which samples have arrived, at least until their group has ended. ``in_progress``: the groups that have
+    """Track which samples have arrived, at least until their group has ended. ``in_progress``: the groups that have
     not.
 
     Cost: amortized O(1) for each sample. Memory follows the number of samples of groups in progress."""

@@ -13,7 +13,7 @@ from stalesync.scoring.samples import Sample
 
 
 class RewardSource:
-    """Scores samples. ``concurrent``: may do so while the engines generate."""
+    """Score samples. ``concurrent``: may do so while the engines generate."""
 
     concurrent = True
 
@@ -27,7 +27,7 @@ class RewardSource:
 
 
 class RuleReward(RewardSource):
-    """Scores text in the guarded processes of ``pool``, in at least ``min_s`` seconds for a number of samples."""
+    """Score text in the guarded processes of ``pool``, in at least ``min_s`` seconds for a number of samples."""
 
     def __init__(self, pool: RewardPool, min_s: Callable[[int], float] = lambda num_samples: 0.0):
         self._pool, self._min_s = pool, min_s
@@ -40,7 +40,7 @@ class RuleReward(RewardSource):
 
 
 class ModelReward(RewardSource):
-    """Scores samples by the reward model on the cards that host it, which read the samples' tokens from the queue."""
+    """Score samples by the reward model on the cards that host it, which read the samples' tokens from the queue."""
 
     def __init__(self, cards: Cards, spec: WorkerSpec):
         assert spec.reward_model is not None
@@ -65,7 +65,7 @@ class ModelReward(RewardSource):
 
 
 class EnvironmentReward(RewardSource):
-    """Scores conversations by what their environments gave for their turns. ``reward_of``: by the sample's id."""
+    """Score conversations by what their environments gave for their turns. ``reward_of``: by the sample's id."""
 
     def __init__(self, reward_of: Callable[[str], float]):
         self.reward_of = reward_of
@@ -80,7 +80,7 @@ class EnvironmentReward(RewardSource):
 
 
 class WeightedReward(RewardSource):
-    """Adds ``terms`` to the reward of ``base``, which has the weight 1; ``title``: its name among them."""
+    """Add ``terms`` to the reward of ``base``, which has the weight 1; ``title``: its name among them."""
 
     def __init__(self, base: RewardSource, title: str, terms: Sequence[Term]):
         self.concurrent = base.concurrent

@@ -14,11 +14,11 @@ from itertools import accumulate
 PUBLISHED_MODEL, PUBLISHED_RATIO = "pangu_718b", 1.785
 """Speed of synchronous `colocated` over `separate`, on one CloudMatrix 384 supernode"""
 BROADCAST_BYTES_PER_S = 1e12 / 53.3
-"""Of an update of all engines' weights: Kimi K2, 1T parameters in FP8, to 256 H100s by NCCL broadcast, 53.3 s"""
+"""Speed of an update of all engines' weights: Kimi K2, 1T parameters in FP8, to 256 H100s by NCCL broadcast, 53.3 s"""
 READERS = 128
 """Ranks that each read a sample where no leader reads for its group: TP8 x PP16 of the published training"""
 TOKEN_BYTES = 24
-"""Of a padded token in the queue, assumed: ids and mask of 8 bytes, log-probabilities and advantages of 4"""
+"""Bytes of a padded token in the queue, assumed: ids and mask of 8 bytes, log-probabilities and advantages of 4"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def terms(job: BaselineStep) -> list[AddedTime]:
 
 def rows(job: BaselineStep) -> list[BaselineRow]:
     """Return the terms one after another, each with the ratio so far."""
-    found = terms(job)
-    steps_s = accumulate((term.seconds for term in found), initial=job.step_s)
+    all_terms = terms(job)
+    steps_s = accumulate((term.seconds for term in all_terms), initial=job.step_s)
     next(steps_s)
-    return [BaselineRow(term, step_s / job.colocated_s) for term, step_s in zip(found, steps_s, strict=True)]
+    return [BaselineRow(term, step_s / job.colocated_s) for term, step_s in zip(all_terms, steps_s, strict=True)]

@@ -25,11 +25,11 @@ Tokens = list[int]
 TRACKS = 0, 1, 3, 7, 15
 """Finished siblings, at least, for which acceptance is measured apart"""
 VOCABULARY = 8192
-"""Of the byte-level BPE that is trained on texts without a tokenizer"""
+"""Size of the byte-level BPE that is trained on texts without a tokenizer"""
 
 
 class WholeDrafts(DraftBudget):
-    """Verifies all of every draft."""
+    """Verify all of every draft."""
 
     def min_probability(self, num_sequences: int) -> float:
         return 0.0
@@ -57,12 +57,12 @@ class KeptTokens:
     def by_drafted(self) -> dict[int, list[float]]:
         """Return by track the mean tokens of a pass with drafts of at most 0, 1, … tokens. Tracks without passes are
         left out."""
-        found = {}
+        means = {}
         for track, passes in self.passes.items():
             if passes:
                 shares = [count / passes for count in self.reached[track]]
-                found[track] = [sum(shares[: drafted + 1]) for drafted in range(MAX_DRAFTED + 1)]
-        return found
+                means[track] = [sum(shares[: drafted + 1]) for drafted in range(MAX_DRAFTED + 1)]
+        return means
 
 
 def measured(path: Path, *, siblings: bool, history: bool, tokenizer: Path | None = None) -> DraftSpec:

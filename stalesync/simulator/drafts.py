@@ -33,7 +33,7 @@ KEPT_BY_SIBLINGS = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
 """Finished siblings, at least → mean tokens a step of a draft of `MAX_DRAFTED`, the sampled one included: Seer, drafts
 of a single path"""
 HISTORY_ACCEPTANCE = 0.65
-"""Of a token drafted from what the prompt's last group said: RhymeRL (arXiv 2508.18588), the lower end of 65 to 79 %"""
+"""Share of the tokens drafted from a prompt's last group: RhymeRL (arXiv 2508.18588), the lower end of 65 to 79 %"""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class SimulatedEngine:
         self.step = 0
         """Number of steps since the start"""
         self.version = self.adopted = 0
-        """Of the weights from the next step on, and of those whose adoption has ended"""
+        """Versions of the weights from the next step on, and of those whose adoption has ended"""
         self.running = self._idle = False
         self.busy_s = self.kv_copy_s = 0.0
         self.decoded_tokens: float = 0

@@ -109,7 +109,7 @@ def _steps_until(piece: JumpPiece, seconds: float) -> int:
 
 
 class RankLines:
-    """Keeps the lines of all ranks of an engine: a column for each rank, which changes when its sequences do."""
+    """Keep the lines of all ranks of an engine: a column for each rank, which changes when its sequences do."""
 
     def __init__(self, cost: EngineCost, num_ranks: int) -> None:
         self._cost, self._num_ranks = cost, num_ranks

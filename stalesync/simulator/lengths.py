@@ -29,7 +29,7 @@ class SimulatedPrompt:
 
 
 class DrawnLengths:
-    """Draws lengths. Names are as in a run, e<epoch>-<row>; ``rows``: of an epoch, None: it is endless."""
+    """Draw lengths. Names are as in a run, e<epoch>-<row>; ``rows``: of an epoch, None: it is endless."""
 
     def __init__(self, forced: ForcedLengths, group_size: int, prompt_tokens: int, rows: int | None = None) -> None:
         self._forced, self._members, self._prompt_tokens = forced, range(group_size), prompt_tokens
@@ -45,7 +45,7 @@ class DrawnLengths:
 
 
 class TraceLengths:
-    """Repeats the groups of a trace in order; from the second time on their names have a suffix."""
+    """Repeat the groups of a trace in order; from the second time on their names have a suffix."""
 
     def __init__(self, prompts: Sequence[SimulatedPrompt]) -> None:
         self.prompts = list(prompts)

@@ -57,7 +57,7 @@ def _draw_line(pen: Any, axes: "_Axes", points: list[tuple[int, float]], colour:
 
 
 class _Axes:
-    """Maps supernodes and tokens/s to pixels."""
+    """Map supernodes and tokens/s to pixels."""
 
     def __init__(self, outcomes: Mapping[Case, Outcome]) -> None:
         self.supernodes = sorted({case.supernodes for case in outcomes})

@@ -33,7 +33,7 @@ class Rank:
         self.limits, self._orders = limits, orders
         self.waiting: WaitingLine[SimulatedSequence] = WaitingLine()
         self.running: dict[SimulatedSequence, None] = {}
-        """In order of admission"""
+        """Sequences in order of admission"""
         self.prefilling: dict[SimulatedSequence, None] = {}
         self.decodes = Decoding(limits.block_size)
         self.prefilled_tokens = self.preemptions = 0
@@ -69,7 +69,7 @@ class Rank:
 
     def sums(self, plan: PrefillPlan, step: int) -> StepSums:
         """Return what the cost of the planned step depends on."""
-        ending = [seq for seq, count in plan.chunks if seq.computed + count == seq.length] + plan.twins
+        ending = [seq for seq, count in plan.chunks if seq.computed + count == seq.length] + plan.shared_prefill
         contexts, drafted = self.decodes.contexts(step), self.decodes.drafted
         return StepSums(
             decodes=self.decodes.num + len(plan.last),
@@ -88,7 +88,7 @@ class Rank:
         for seq, count in [*((seq, 1) for seq in plan.last), *plan.chunks]:
             seq.computed += count
             self.prefilled_tokens += count
-        joined = [*plan.last, *(seq for seq, _ in plan.chunks if seq.computed == seq.length), *plan.twins]
+        joined = [*plan.last, *(seq for seq, _ in plan.chunks if seq.computed == seq.length), *plan.shared_prefill]
         for seq in joined:
             self._join(seq, step, version)
         return joined
@@ -193,7 +193,7 @@ class Rank:
             self._hold(seq, start)
             self._name(seq, start + count)
             if twin:
-                plan.twins.append(seq)
+                plan.shared_prefill.append(seq)
                 seq.computed = seq.length
                 continue
             self.prefilling[seq] = None
@@ -217,8 +217,8 @@ class Rank:
         if not self.limits.prefix_cache:
             return 0
         whole = (seq.length - 1) // self.limits.block_size
-        found = [self._valid(key) for key in (seq.request.group, seq.request.id)]
-        return min(whole, max(found)) * self.limits.block_size
+        valid = [self._valid(key) for key in (seq.request.group, seq.request.id)]
+        return min(whole, max(valid)) * self.limits.block_size
 
     def _valid(self, key: str) -> int:
         """Return the number of cached blocks under a key."""

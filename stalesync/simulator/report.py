@@ -106,8 +106,8 @@ def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case
     """Render a report of at most 140 columns."""
     parts: list[RenderableType] = [Text(line) for line in _heading(scenario, bases)]
     parts += [Text(), _table(outcomes), *map(Text, assumptions(scenario, outcomes)), Text(), _losses(outcomes), Text()]
-    if found := baseline(scenario, outcomes):
-        parts += [_baseline(found), Text()]
+    if compared := baseline(scenario, outcomes):
+        parts += [_baseline(compared), Text()]
     parts += [Text(line) for line in _anchors()]
     return Group(*parts)
 
@@ -160,7 +160,7 @@ def _table(outcomes: Mapping[Case, Outcome]) -> Table:
 
 def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
     title = "lost share of the cards' time; GB of a step: weights between supernodes, gradients in groups across them"
-    kinds = [kind for kind in LOSSES if kind != "slow dies" or any(one.lost[kind] for one in outcomes.values())]
+    kinds = [kind for kind in LOSSES if kind != "slow dies" or any(outcome.lost[kind] for outcome in outcomes.values())]
     figures = *kinds, "weights", "gradients", "limits speed", "limits linearity"
     table = table_of(*CASE, *figures, left=3, title=title)
     for case, outcome in outcomes.items():
@@ -195,11 +195,11 @@ def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[Basel
     return rows(job)
 
 
-def _baseline(found: list[BaselineRow]) -> Table:
+def _baseline(compared: list[BaselineRow]) -> Table:
     title = f"colocated over the published baseline as it was, staleness 0 (published: {PUBLISHED_RATIO:.3f})"
     table = table_of("term", "seconds a step", "ratio so far", "not explained", title=title)
     table.add_column("source")
-    for row in found:
+    for row in compared:
         figures = f"{row.term.seconds:,.0f}", f"{row.ratio:.3f}", f"{row.gap:.2f} x"
         table.add_row(row.term.name, *figures, row.term.source)
     return table

@@ -38,7 +38,7 @@ from stalesync.simulator.work import RunTotals, SimulatedWork, StepRecord
 
 
 class SimulatedRun:
-    """Simulates the steps of ``setup.config.run``."""
+    """Simulate the steps of ``setup.config.run``."""
 
     def __init__(self, setup: SimulationSetup, lengths: SimulatedLengths) -> None:
         config = setup.config
@@ -202,7 +202,7 @@ class SimulatedRun:
         record.groups += groups
         record.lags += [ledger.lag(group) for group in groups]
         scale = self.setup.engine.cost.pace.token_scale
-        whole = {one.group: self._whole(one) for one in prompts}
+        whole = {prompt.group: self._whole(prompt) for prompt in prompts}
         for one in prompts:
             record.work.generate(one.prompt_tokens, one.response_tokens, scale, self.setup.environment)
             record.work.train(whole[one.group], self.setup.trainer)

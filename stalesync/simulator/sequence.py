@@ -97,11 +97,11 @@ class PrefillPlan:
 
     last: list[SimulatedSequence] = field(default_factory=list)
     chunks: list[tuple[SimulatedSequence, int]] = field(default_factory=list)
-    twins: list[SimulatedSequence] = field(default_factory=list)
+    shared_prefill: list[SimulatedSequence] = field(default_factory=list)
     restored: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.last or self.chunks or self.twins)
+        return bool(self.last or self.chunks or self.shared_prefill)
 
 
 @dataclass(slots=True)

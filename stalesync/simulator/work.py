@@ -88,7 +88,7 @@ class CardSeconds(NamedTuple):
 
 
 class Bound:
-    """Computes the card-seconds of work under a setup."""
+    """Compute the card-seconds of work under a setup."""
 
     def __init__(self, setup: SimulationSetup) -> None:
         self._setup = setup

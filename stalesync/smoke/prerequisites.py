@@ -84,7 +84,7 @@ def cann_version() -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    return next((found.version for found in importlib.metadata.distributions(name=package)), None)
+    return next((distribution.version for distribution in importlib.metadata.distributions(name=package)), None)
 
 
 def _text_of(path: Path) -> str | None:

@@ -14,7 +14,7 @@ TAIL_LINES = 40
 
 @dataclass(frozen=True)
 class StageResult:
-    """Reports one stage. ``status``: `ok`, `failed`, or `skipped` (which `error` explains); ``seconds``: of wall time,
+    """Report one stage. ``status``: `ok`, `failed`, or `skipped` (which `error` explains); ``seconds``: of wall time,
     with the start of its processes; ``figures``: measured values by name; sizes in bytes, times in seconds; ``error``:
     the last line of the error, with the rank of the process it came from; ``output``: the end of what the failed
     process wrote."""

@@ -31,7 +31,7 @@ def cards_of_a_run(cards: int) -> int:
 
 @dataclass
 class Stages:
-    """Runs stages for ``kind`` of cards (`npu`, `emulated`, `cuda`). ``cards``: number of cards to use; None until
+    """Run stages for ``kind`` of cards (`npu`, `emulated`, `cuda`). ``cards``: number of cards to use; None until
     `device` has counted them; ``missing``: what the machine lacks: every stage but `doctor` is then skipped;
     ``timeout_s``: for each stage, and for each of the two commands of `train`; ``folder``: for the model and the run of
     `train`."""

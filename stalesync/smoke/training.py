@@ -38,7 +38,7 @@ def train_command(python: str, folder: Path, *, kind: str, cards: int) -> list[s
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the steps of the run. Raises OSError, ValueError: there is no such file, or it is damaged."""
+    """Return the steps of the run. Raise OSError, ValueError: there is no such file, or it is damaged."""
     lines = (folder / "runs" / "smoke" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 

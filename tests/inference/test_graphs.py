@@ -151,7 +151,7 @@ def test_a_model_that_reads_the_card_ends_by_name(monkeypatch):
 def test_a_failure_while_a_step_is_captured_keeps_its_kind(monkeypatch, error, at_the_end):
     made = engine(checkpoint())
 
-    def capture(compute, beside=None):
+    def capture(compute, sharing=None):
         try:
             raise error
         except Exception:

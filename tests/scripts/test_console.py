@@ -25,7 +25,7 @@ def test_every_script_is_a_command():
     assert list(commands) == expected.split()
     listed = rlfusion("--help")
     assert listed.returncode == 0 and describe(commands) in listed.stdout
-    assert "make-base  Trains a small base model to start from\n" in listed.stdout
+    assert "make-base  Train a small base model to start from\n" in listed.stdout
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def same_tokenizer(policy: str, reward_model: str) -> bool:
 
 
 class Retokenizer:
-    """Converts the policy's tokens to the reward model's. Special tokens are left out of the text, as they have no
+    """Convert the policy's tokens to the reward model's. Special tokens are left out of the text, as they have no
     meaning there; if the response ends with an end token of the policy, the reward model's own is appended.
     ``end_token_ids``: the policy's, besides its tokenizer's."""
 

@@ -45,7 +45,7 @@ class ReadAhead:
 
 
 class StageReader:
-    """Reads samples for the stages of a card. Collective over a replica of the stage's mesh, which makes one request to
+    """Read samples for the stages of a card. Collective over a replica of the stage's mesh, which makes one request to
     the queue. ``timeline``: records the wait; ``metrics``: what is read, and what is saved."""
 
     def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, *, timeline: Timeline, metrics: Metrics):

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class PhaseSwitcher:
-    """Switches one card's trainer and engine, either of which may be None. Collective over the deployment's actor
+    """Switch one card's trainer and engine, either of which may be None. Collective over the deployment's actor
     cards: `to_infer`; over those that train: `to_train`.
     ``weights``: of the policy; `StagedWeights` on the thread that receives them while the engine decodes.
     ``staged``: of a card that receives weights while it decodes; allocated before the KV cache.

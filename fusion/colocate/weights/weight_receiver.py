@@ -21,7 +21,7 @@ from fusion.telemetry import Metrics, Timeline
 
 
 class WeightReceiver:
-    """Receives new weights into staging, has the engine adopt them between two of its steps and reports both. Sets the
+    """Receive new weights into staging, have the engine adopt them between two of its steps, and report both. Set the
     engine's `on_adopt`.
     ``make_switcher``: creates the `PhaseSwitcher` that runs this card's side of a switch on the weights thread.
     ``interim_report``: reports the `generate` stage so far; called on its thread."""

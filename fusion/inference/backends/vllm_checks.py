@@ -75,7 +75,7 @@ class KeyedWeights:
 
     def check(self, table: Iterable[LocalParam], module: torch.nn.Module) -> None:
         """Compare what vLLM's loader has put where with a table.
-        Raises WeightsNotOurs: an element lies elsewhere than in the table (names both sides)."""
+        Raise WeightsNotOurs: an element lies elsewhere than in the table (names both sides)."""
         for param in table:
             if param.layer is not None and param.layer not in self.layers:
                 continue
@@ -91,7 +91,7 @@ class KeyedWeights:
 
 def check_tensors(table: Iterable[LocalParam], module: torch.nn.Module, dtype: torch.dtype, rank: int) -> None:
     """Compare names, shapes and dtypes of vLLM's parameters on this rank with a table.
-    Raises WeightsNotOurs: they differ (names the tensor and both sides), or a buffer may hold weights."""
+    Raise WeightsNotOurs: they differ (names the tensor and both sides), or a buffer may hold weights."""
     expected = {param.name: (param.shape, torch.float32 if param.float32 else dtype) for param in table}
     actual = {name: (tuple(param.shape), param.dtype) for name, param in module.named_parameters()}
     actual = {name: value for name, value in actual.items() if name.rsplit(".", 1)[-1] not in ABSORBED}
@@ -106,7 +106,7 @@ def check_tensors(table: Iterable[LocalParam], module: torch.nn.Module, dtype: t
 
 def check_experts(table: Iterable[LocalParam], module: torch.nn.Module) -> None:
     """Compare which expert vLLM expects in which place of every stack with a table.
-    Raises WeightsNotOurs: they differ."""
+    Raise WeightsNotOurs: they differ."""
     for param in table:
         if not (param.expert and param.expert_index is None):
             continue
@@ -123,7 +123,7 @@ def check_experts(table: Iterable[LocalParam], module: torch.nn.Module) -> None:
 
 def check_absorbed(module: torch.nn.Module) -> None:
     """Compare what vLLM's layers of latent attention have derived from weights with what is kept up to date.
-    Raises WeightsNotOurs: a tensor has other values than expected, or may be derived from other weights."""
+    Raise WeightsNotOurs: a tensor has other values than expected, or may be derived from other weights."""
     for path, layer in latent_layers(module).items():
         expected = absorbed(layer)
         for name, value in [*layer.named_parameters(recurse=False), *vars(layer.impl).items()]:
@@ -134,7 +134,7 @@ def check_absorbed(module: torch.nn.Module) -> None:
 
 def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
     """Check that vLLM computes from the tensors of a table. Collective over the engine's ranks.
-    Raises WeightsNotOurs: other values of a weight, at another place in memory, do not change what its module computes.
+    Raise WeightsNotOurs: other values of a weight, at another place in memory, do not change what its module computes.
     """
     module, owners = core.module, dict[torch.nn.Module, dict[str, torch.nn.Parameter]]()
     stale: list[str] = []

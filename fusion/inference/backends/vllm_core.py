@@ -47,7 +47,7 @@ ENVIRONMENT = {
 
 
 _STATED: dict[str, dict[str, Any]] = {"deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
-"""By family, fields that vLLM reads although transformers, which has only one value for them, does not write them"""
+"""Fields by family that vLLM reads although transformers, which has only one value for them, does not write them"""
 
 _REPLACED: dict[Any, tuple[str, ...]] = {
     torch: ("set_num_threads", "Event"),

@@ -34,10 +34,10 @@ class VllmModel:
     ``batch_invariant``: must be False: vLLM's results depend on the batch.
     ``routing``: let the engine record the experts of its tokens.
     ``share``, ``resident``: as of `Buckets`.
-    Raises ImportError: vLLM is not installed.
-    Raises ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card` and
+    Raise ImportError: vLLM is not installed.
+    Raise ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card` and
         `check_recorded`.
-    Raises WeightsNotOurs: its tensors are not those of the table, or not what it computes from."""
+    Raise WeightsNotOurs: its tensors are not those of the table, or not what it computes from."""
 
     def __init__(
         self,

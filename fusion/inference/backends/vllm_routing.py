@@ -27,8 +27,8 @@ class VllmRouting:
 
     def read(self, blocks: Blocks, start: int, end: int) -> torch.Tensor:
         """Return the routing [end - start, layers, k] of the tokens ``start:end`` of the sequence in these blocks."""
-        found: np.ndarray = self._core.scheduler.routed_experts_mgr.get(list(blocks), end, start)
-        return torch.from_numpy(found[:, self._layers].astype(np.int32)).to(self._dtype)
+        experts: np.ndarray = self._core.scheduler.routed_experts_mgr.get(list(blocks), end, start)
+        return torch.from_numpy(experts[:, self._layers].astype(np.int32)).to(self._dtype)
 
     def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         """Return results of `read` one behind the other."""

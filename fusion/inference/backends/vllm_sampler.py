@@ -52,11 +52,11 @@ class KeyedSampler(nn.Module):
             elif seq.computed == len(seq.tokens):
                 single.append((row, seq))
             row += 1 if one is None else len(one)
-        found = self._sample(logits, single, drafted) if single or drafted else {}
-        self.sampled = {name: [result[1:] for result in results] for name, results in found.items()}
-        tokens = [[token for token, _, _ in found[name]] if name in found else [0] for name in names]
+        sampled = self._sample(logits, single, drafted) if single or drafted else {}
+        self.sampled = {name: [result[1:] for result in results] for name, results in sampled.items()}
+        tokens = [[token for token, _, _ in sampled[name]] if name in sampled else [0] for name in names]
         width = max(map(len, tokens), default=1)
-        padded = torch.tensor([one + [-1] * (width - len(one)) for one in tokens], dtype=torch.int32)
+        padded = torch.tensor([token + [-1] * (width - len(token)) for token in tokens], dtype=torch.int32)
         return SamplerOutput(sampled_token_ids=padded.to(logits.device), logprobs_tensors=None)
 
     def _sample(
@@ -69,13 +69,13 @@ class KeyedSampler(nn.Module):
         chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
         drawn = sample(chosen, params, noise_of(sequences, verified, self._seed))
         results = list(zip(drawn.tokens, drawn.logprobs, drawn.kept or [b""] * len(rows), strict=True))
-        found = {seq.request.id: [result] for seq, result in zip(sequences, results, strict=False)}
+        sampled = {seq.request.id: [result] for seq, result in zip(sequences, results, strict=False)}
         end = len(single)
         for one in verified:
             of_rows, end = results[end : end + len(one)], end + len(one)
             kept = one.follow([token for token, _, _ in of_rows])
-            found[one.seq.request.id], one.seq.noise = [of_rows[row] for row in kept], []
-        return found
+            sampled[one.seq.request.id], one.seq.noise = [of_rows[row] for row in kept], []
+        return sampled
 
 
 def propose(core: VllmCore, drafter: Drafter, running: Items[Sequence], max_tokens: int) -> dict[str, Verification]:

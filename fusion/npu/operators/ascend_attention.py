@@ -172,15 +172,15 @@ class AscendAttention(Plain):
             q_NHR, q_NHP = (q.contiguous().unsqueeze(1) for q in q_NHC.tensor_split([value_width], dim=-1))
             args, layout, heads_at = (q_NHR, compressed, compressed), "BSND", 1
             options |= dict(query_rope=q_NHP, key_rope=rotated)
-        found = self._infer(args, pool, rows, layout, **options)
-        if found is None:
+        out = self._infer(args, pool, rows, layout, **options)
+        if out is None:
             return super().partial_attention(q_NHC, pool, rows, value_width, scale)
-        return found[0].squeeze(heads_at), found[1].flatten(1)  # the latter [R, H, 1, 1] in every layout
+        return out[0].squeeze(heads_at), out[1].flatten(1)  # the latter [R, H, 1, 1] in every layout
 
     def _infer(
         self, args: tuple[Tensor, ...], pool: Tensor, rows: PagedRows, layout: str, *, scale: float, **others: Any
     ) -> tuple[Tensor, Tensor] | None:
-        """Attend with one query of each row to its blocks; None where that is beyond a limit. Returns the log-sum-exp
+        """Attend with one query of each row to its blocks; None where that is beyond a limit. Return the log-sum-exp
         of the scores, too, if asked for."""
         operator, heads = torch.ops.npu.npu_fused_infer_attention_score.default, args[0].numel() // len(args[0])
         _, kv_heads, block_size, _ = pool.shape

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 FLAGS = "-O3 -fPIC -std=c++20 -w -Wno-psabi -fvisibility=hidden -ffp-contract=off -fno-math-errno".split()
 OPERATORS = """
 rms_norm norm_rope store_kv paged_attention paged_latent_attention gate permute swiglu experts unpermute""".split()
-"""Those of `fused.cpp`, which gives their arguments"""
+"""Functions of `fused.cpp`, which gives their arguments"""
 
 
 def _fused(name: str) -> Callable[..., Any]:

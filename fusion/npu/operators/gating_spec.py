@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Gating:
-    """Chooses ``top_k`` experts for a token and weighs them by their scores.
+    """Choose ``top_k`` experts for a token and weigh them by their scores.
 
     ``normalise``: divide the weights of the chosen experts by their sum; then ``scale`` them. ``correction``: a bias
     per expert is added to the scores by which experts are chosen, not to those they are weighed by (DeepSeek-V3, arXiv

@@ -25,7 +25,7 @@ rotation"""
 Weights = Sequence[Tensor] | Tensor
 """A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
 Matrices = tuple[Weights, Weights]
-"""Of each expert gate and up [2 * I, D], and down [D, I]"""
+"""Gate and up [2 * I, D], and down [D, I], of each expert"""
 Counts = list[int] | Tensor
 """Rows of each expert: on the host, or int64 [E] on the card"""
 

@@ -27,7 +27,7 @@ HOST: StepRows = (32, 1.0, 0.4)
 """One core, measured: 16 ms and 0.75 ms a row of a 52M MoE, 0.45 ms and 10 us of the smallest models. Of these a draft
 takes about 10 us to plan and 4 us to look up, estimated from profiles."""
 MIN_PROBABILITY = 0.06
-"""Of a token where few sequences run: of a MoE each row reads weights of its own"""
+"""Minimum for a token where few sequences run: each row of a MoE reads weights of its own"""
 URGENT_WEIGHT = 2.0
 """How many times as probable a token of a probe, or of a request that has come back, counts in the order of tokens"""
 MIN_GAIN = 0.1

@@ -82,15 +82,15 @@ class TextDrafter:
         depths = [min(max_depth[i], self._max_depth) for i, _ in read]
         nodes = [min(depth * self._max_children, MAX_TOKENS) for depth in depths]
         acceptance, least = self.budget.by_share(), self.budget.min_probability(len(sequences))
-        found = self.texts.indexes.draft(places, depths, nodes, acceptance, self._max_children, least)
+        drawn = self.texts.indexes.draft(places, depths, nodes, acceptance, self._max_children, least)
         self.totals.asked += len(places)
-        self.totals.found += int(np.count_nonzero(np.diff(found.offsets)))
-        owners = np.repeat(np.arange(len(places)), np.diff(found.offsets))
+        self.totals.found += int(np.count_nonzero(np.diff(drawn.offsets)))
+        owners = np.repeat(np.arange(len(places)), np.diff(drawn.offsets))
         urgent = np.array([sequences[i].request.priority == 0 for i, _ in read])[owners]
-        chosen = self.budget.choose(owners, found.probabilities, len(sequences), max_tokens=max_tokens, urgent=urgent)
+        chosen = self.budget.choose(owners, drawn.probabilities, len(sequences), max_tokens=max_tokens, urgent=urgent)
         if chosen.any():
             for n, (i, _) in enumerate(read):
-                drafts[i] = self._draft_of(sequences[i], found, chosen, n)
+                drafts[i] = self._draft_of(sequences[i], drawn, chosen, n)
         return drafts
 
     def observe(self, verified: Items[tuple[Verification, Items[int]]]) -> None:

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 0.2
 """Seconds between two messages of an engine; a quarter of it before one that asks for a prompt for the first time"""
 MESSAGES_PER_S = 400
-"""Of all engines together, at most: the store is one process"""
+"""Maximum of all engines together: the store is one process"""
 HANGING_S = 30.0
 """A store that has not answered for so long is reported, once."""
 MAX_STEP_TOKENS = 4096
@@ -82,14 +82,14 @@ class TextExchange:
         self.client: TextClient | None = TextClient()
         """None: the store has ended or failed"""
         self._thread: threading.Thread | None = None
-        """Of the message under way"""
+        """Thread of the message under way"""
         self._reply: tuple[dict[str, Any], list[TextPiece]] | Exception = ({}, [])
         self._reported_hang = False
         self._unread: deque[TextPiece] = deque()
 
     def drafts_update(self, running: Collection[bytes], version: int) -> bytes:
-        """Return pieces of others that this step reads, encoded; b"": none. Takes over a reply that has arrived, and
-        sends the next message if it is due. ``running``: the prompts with running requests; ``version``: the policy
+        """Return pieces of others that this step reads, encoded; b"": none. Take over a reply that has arrived, and
+        send the next message if it is due. ``running``: the prompts with running requests; ``version``: the policy
         version of the engine."""
         began_s = self._clock()
         if self._thread is not None:

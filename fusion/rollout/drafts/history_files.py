@@ -14,7 +14,7 @@ from fusion.telemetry.files import sync
 from fusion.telemetry.manifest import FileWriter
 
 MAX_TOKENS = 1 << 24
-"""Of a file: at most 64 MiB. Of more, the history of the prompts used last is kept."""
+"""Maximum of a file, 64 MiB. Of more, the history of the prompts used last is kept."""
 VERSION = 2
 
 
@@ -33,7 +33,7 @@ def write_history(folder: Path, rank: int, pieces: Sequence[TextPiece]) -> None:
 def read_history(folder: Path) -> list[TextPiece]:
     """Return the history in all files of a folder; [] if there is none. Of what several have of a prompt, the longest.
     Raise ValueError if a file is damaged; names it."""
-    found: dict[bytes, list[TextPiece]] = {}
+    longest: dict[bytes, list[TextPiece]] = {}
     for path in sorted(folder.glob("rank-*.bin")):
         try:
             header, pieces = decode(decompress(path.read_bytes()))
@@ -47,9 +47,9 @@ def read_history(folder: Path) -> list[TextPiece]:
         for piece in pieces:
             own.setdefault(piece.prompt, []).append(piece)
         for prompt, texts in own.items():
-            if _num_tokens(texts) > _num_tokens(found.get(prompt, [])):
-                found[prompt] = texts
-    return [piece for texts in found.values() for piece in texts]
+            if _num_tokens(texts) > _num_tokens(longest.get(prompt, [])):
+                longest[prompt] = texts
+    return [piece for texts in longest.values() for piece in texts]
 
 
 def _num_tokens(pieces: Sequence[TextPiece]) -> int:

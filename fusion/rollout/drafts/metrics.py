@@ -10,7 +10,7 @@ from fusion.telemetry import Metrics
 from fusion.telemetry.memory import MIB
 
 EXCHANGED = ("sent_bytes", "sent_tokens", "received_bytes")
-"""Of `ExchangeTotals`: `rollout/draft_…`, totals of all engines"""
+"""Fields of `ExchangeTotals`: `rollout/draft_…`, totals of all engines"""
 
 
 class DraftReport:

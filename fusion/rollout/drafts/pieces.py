@@ -43,13 +43,13 @@ class TextPiece(NamedTuple):
 
 def encode(header: Mapping[str, Any], pieces: Sequence[TextPiece]) -> bytes:
     """Return a message. ``header``: plain JSON."""
-    prompts, groups = _numbers(one.prompt.hex() for one in pieces), _numbers(one.group for one in pieces)
+    prompts, groups = _numbers(piece.prompt.hex() for piece in pieces), _numbers(piece.group for piece in pieces)
     rows = [[prompts[one.prompt.hex()], groups[one.group], one.request, one.start, len(one.tokens)] for one in pieces]
-    tokens = np.concatenate([np.zeros(0, "<u4"), *(np.array(one.tokens, "<u4") for one in pieces)]).astype("<u4")
+    tokens = np.concatenate([np.zeros(0, "<u4"), *(np.array(piece.tokens, "<u4") for piece in pieces)]).astype("<u4")
     width = max(1, (int(tokens.max(initial=0)).bit_length() + 7) // 8)
     columns = {"header": header, "prompts": [*prompts], "groups": [*groups], "rows": rows, "width": width}
-    if any(one.reward is not None for one in pieces):
-        columns["rewards"] = [one.reward for one in pieces]
+    if any(piece.reward is not None for piece in pieces):
+        columns["rewards"] = [piece.reward for piece in pieces]
     text = json.dumps(columns, separators=(",", ":")).encode()
     return struct.pack("<I", len(text)) + text + tokens.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
 
@@ -60,7 +60,7 @@ def decode(message: bytes) -> tuple[dict[str, Any], list[TextPiece]]:
         (size,) = struct.unpack_from("<I", message)
         columns, body = json.loads(message[4 : 4 + size]), message[4 + size :]
         header, rows, width = columns["header"], columns["rows"], columns["width"]
-        prompts, groups = [bytes.fromhex(one) for one in columns["prompts"]], columns["groups"]
+        prompts, groups = [bytes.fromhex(prompt) for prompt in columns["prompts"]], columns["groups"]
         counts = [row[4] for row in rows]
         if width not in (1, 2, 3, 4) or min(counts, default=0) < 0 or sum(counts) * width != len(body):
             raise ValueError(f"{len(body)} bytes of tokens, expected {sum(counts)} tokens of {width} bytes")

@@ -55,7 +55,7 @@ class PromptText:
     def num_tokens(self) -> int:
         """Tokens of texts and history, which are held besides the index."""
         past = [text for texts in self.past.values() for text in texts.values()]
-        history = [one.tokens for texts in self.history for one in texts]
+        history = [text.tokens for texts in self.history for text in texts]
         return sum(map(len, (self.tokens, *self.texts.values(), *history, *past)))
 
     def join(self, group: str) -> None:
@@ -85,4 +85,4 @@ def rewarded(history: History, last: LastRewards) -> History:
     if not last[1]:
         return history
     known = reward_by_request(last)
-    return [[one._replace(reward=known.get(one.request, one.reward)) for one in texts] for texts in history]
+    return [[text._replace(reward=known.get(text.request, text.reward)) for text in texts] for texts in history]

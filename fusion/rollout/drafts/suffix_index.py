@@ -178,8 +178,8 @@ class SuffixIndexes:
             min_probability,
             *(column.ctypes.data for column in (acceptance, drafts.offsets, *columns)),
         )
-        found = int(drafts.offsets[-1])
-        return Drafts(drafts.offsets, *(column[:found] for column in columns))
+        size = int(drafts.offsets[-1])
+        return Drafts(drafts.offsets, *(column[:size] for column in columns))
 
     def remove(self, index: int) -> None:
         pointer = self._pointers.pop(index)

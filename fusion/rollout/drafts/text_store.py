@@ -22,11 +22,11 @@ from typing import NamedTuple
 from fusion.rollout.drafts.pieces import TextPiece
 
 TEXT_BYTES, MARK_BYTES = 500, 150
-"""About what a text takes besides its tokens, and each of its marks"""
+"""Bytes that a text takes besides its tokens, and each of its marks, about"""
 MAX_MARKS = 32
-"""Of a text, of which about every second one is dropped then: readers may get up to half of the text once more"""
+"""Maximum of a text; then about every second mark is dropped: readers may get up to half of the text once more"""
 MAX_REPLY_TOKENS = 1 << 20
-"""After these, further prompts wait for the next reply"""
+"""Tokens after which further prompts wait for the next reply"""
 
 
 class Mark(NamedTuple):
@@ -96,7 +96,7 @@ class TextStore:
         self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
         """The one used last at the end"""
         self._number = 0
-        """Of the last update"""
+        """Number of the last update"""
         self._version = 0
         self.nbytes = 0
         self.totals = StoreTotals()
@@ -113,7 +113,7 @@ class TextStore:
             have = self._write(writer, piece)
             if have is not None:
                 behind[piece.request] = have
-        found: list[TextPiece] = []
+        unread: list[TextPiece] = []
         reached: dict[bytes, int] = {}
         num_tokens = 0
         for key, cursor in cursors.items():
@@ -121,11 +121,11 @@ class TextStore:
                 break
             new = list(self._written_since(key, cursor, writer))
             num_tokens += sum(len(piece.tokens) for piece in new)
-            found += new
+            unread += new
             reached[key] = self._number
         self.totals.sent_tokens += num_tokens
         self._drop()
-        return TextReply(found, reached, behind)
+        return TextReply(unread, reached, behind)
 
     def __contains__(self, prompt: bytes) -> bool:
         return prompt in self._prompts

@@ -37,7 +37,7 @@ MAX_PROMPT = 1024
 MAX_PHRASE_BYTES = 40 << 20
 """A million contexts"""
 UNCHECKED_TOKENS = 256
-"""By which the text of a prompt may grow until its bytes are counted again"""
+"""Tokens by which the text of a prompt may grow until its bytes are counted again"""
 Place = tuple[int, int]
 """Index, and sequence in it"""
 
@@ -70,7 +70,7 @@ class TextSpec:
 
     @property
     def phrase_bytes(self) -> int:
-        """Of ``max_bytes``, those for the phrases of all prompts, at most."""
+        """Maximum number of ``max_bytes`` for the phrases of all prompts."""
         return min(self.max_bytes // 8, MAX_PHRASE_BYTES)
 
 
@@ -101,9 +101,9 @@ class PromptTexts:
         self.indexes, self.spec, self.totals = indexes, spec, totals
         self._newest_weight = 1 << (spec.max_history - 1)
         self.exchange: TextExchange | None = None
-        """With other engines, on the first rank of those with one schedule"""
+        """Exchange with other engines, on the first rank of those with one schedule"""
         self.prompts: OrderedDict[bytes, PromptText] = OrderedDict()
-        """By a digest of the prompt, the one used last at the end"""
+        """Texts by a digest of the prompt, the one used last at the end"""
         self.live: dict[str, PromptText | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
         self._grown: dict[bytes, None] = {}
@@ -114,7 +114,7 @@ class PromptTexts:
         """The first policy since then"""
         self.version = 0
         self._num_tokens = 0
-        """Of the texts and histories of all prompts"""
+        """Number of tokens of the texts and histories of all prompts"""
 
     @property
     def nbytes(self) -> int:
@@ -268,10 +268,10 @@ class PromptTexts:
         self._num_tokens -= len(prompt.tokens)
         prompt.tokens = array("i")
         for age, responses in enumerate(prompt.history):
-            weights = weights_of([one.reward for one in responses])
+            weights = weights_of([response.reward for response in responses])
             weights = [weight * (self._newest_weight >> age) for weight in weights]
             opened = [self.indexes.open(index, HISTORY, weight, is_new=prompt.restored) for weight in weights]
-            self.indexes.extend([(index, number) for number in opened], [one.tokens for one in responses])
+            self.indexes.extend([(index, number) for number in opened], [response.tokens for response in responses])
         return index
 
     # Checkpoints
@@ -282,7 +282,7 @@ class PromptTexts:
         groups_by_prompt += [(key, prompt.next_history(self.spec.max_history)) for key, prompt in self.prompts.items()]
         pieces: list[TextPiece] = []
         for key, groups in reversed(groups_by_prompt if self.spec.history else []):
-            texts = [(str(age), one) for age, responses in enumerate(groups) for one in responses]
+            texts = [(str(age), response) for age, responses in enumerate(groups) for response in responses]
             max_tokens -= sum(len(one.tokens) for _, one in texts)
             if max_tokens < 0:
                 break
@@ -312,7 +312,7 @@ class PromptTexts:
         if self.spec.max_age is None:
             return
         oldest = version - self.spec.max_age
-        expired = [one for one in self.prompts.values() if one.version < oldest and not one.live]
+        expired = [prompt for prompt in self.prompts.values() if prompt.version < oldest and not prompt.live]
         for prompt in expired:
             self._forget(prompt)
         self.totals.expired += len(expired)
@@ -347,7 +347,7 @@ class PromptTexts:
 
     def _drop_restored(self, key: bytes) -> History:
         groups = self._restored.pop(key, [])
-        self._num_tokens -= sum(len(one.tokens) for responses in groups for one in responses)
+        self._num_tokens -= sum(len(response.tokens) for responses in groups for response in responses)
         return groups
 
     def _forget(self, prompt: PromptText) -> None:

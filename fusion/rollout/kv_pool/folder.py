@@ -26,7 +26,7 @@ from distqueue.payload.sweep import LOCK, PREFIX, NodeProcess, own, remove, swee
 from fusion.telemetry.files import write_all
 
 FILES = "files"
-"""Of a folder: what any rank of the host may open"""
+"""Part of a folder that any rank of the host may open"""
 
 
 def folder_of(root: Path, run: str, boot: str) -> Path:

@@ -20,7 +20,7 @@ RETRY_EVERY = 16
 """Requests of a slow machine of which one is pulled all the same, since its link may be free again"""
 
 NEWEST_WEIGHT = 0.25
-"""Of the newest measurement in a rate: four of them outweigh all earlier ones"""
+"""Weight of the newest measurement in a rate: four of them outweigh all earlier ones"""
 
 
 @dataclass

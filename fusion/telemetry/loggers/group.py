@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class LoggerGroup:
     """Start the loggers of ``classes``, by name, for the run in ``folder``. ``notes``: a sentence for each that has
     failed since.
-    Raises ValueError: a logger could not be started; the others are closed again."""
+    Raise ValueError: a logger could not be started; the others are closed again."""
 
     def __init__(
         self, folder: Path, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None

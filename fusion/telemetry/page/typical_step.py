@@ -17,7 +17,7 @@ from fusion.telemetry.timeline import MAIN, WAITING, Span, innermost, natural
 PIECES = 300
 UPDATE = "optimizer"
 ROLES = {(True, True): "train and generate", (True, False): "train", (False, True): "generate"}
-"""By whether cards train, and whether they generate"""
+"""Name of cards by whether they train, and whether they generate"""
 Interval = tuple[str, int, int]
 """Kind, and nanoseconds from the beginning of the step to its beginning and its end"""
 
@@ -38,9 +38,9 @@ def typical_step(spans: Iterable[Span], updates: int = 1) -> dict[str, Any] | No
     for card in sorted(by_card, key=natural):
         kinds = {span.kind for span in by_card[card]}
         role = ROLES.get((UPDATE in kinds, bool(kinds & {"prefill", "decode"})), "others")
-        found = innermost(by_card[card], begin, end)
+        inner = innermost(by_card[card], begin, end)
         by_role.setdefault(role, []).append(
-            [((kind or IDLE).partition("/")[0], start - begin, stop - begin) for kind, start, stop in found]
+            [((kind or IDLE).partition("/")[0], start - begin, stop - begin) for kind, start, stop in inner]
         )
     intervals = [one for cards in by_role.values() for card in cards for one in card]
     bubble_ns = sum(stop - start for kind, start, stop in intervals if is_bubble(kind))
@@ -56,19 +56,19 @@ def is_bubble(kind: str) -> bool:
 def aligned(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Return the typical steps of several runs as lanes on one axis of time, in the form of `card_time`; None: no run
     has one."""
-    found = [(run["name"], run["typical"]) for run in runs if run.get("typical")]
-    if not found:
+    typical = [(run["name"], run["typical"]) for run in runs if run.get("typical")]
+    if not typical:
         return None
-    kinds = {kind for _, step in found for lane in step["lanes"] for parts in lane["parts"] for kind, _ in parts}
+    kinds = {kind for _, step in typical for lane in step["lanes"] for parts in lane["parts"] for kind, _ in parts}
     ordered = sorted(kinds, key=_depth)
     number = {kind: index for index, kind in enumerate(ordered)}
     strips = []
-    for name, step in found:
+    for name, step in typical:
         for lane in step["lanes"]:
-            parts = [[[number[kind], share] for kind, share in one] for one in lane["parts"]]
+            parts = [[[number[kind], share] for kind, share in part] for part in lane["parts"]]
             of = f"{name}: " if len(runs) > 1 else ""
             strips.append({"card": f"{of}{lane['cards']} {lane['role']}", "us": lane["us"], "parts": parts})
-    wall_us = max(step["us"] for _, step in found)
+    wall_us = max(step["us"] for _, step in typical)
     plain = {"starts_us": [], "blur_us": 0, "num_cards": len(strips)}
     return (
         {"wall_us": wall_us, "kinds": [{"kind": kind} for kind in ordered], "strip_kinds": ordered}
@@ -79,8 +79,8 @@ def aligned(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def _ends(by_card: Mapping[str, Sequence[Span]], updates: int) -> list[int]:
     """Return when all cards that train have ended each step."""
-    found = [sorted(span.end_ns for span in spans if span.kind == UPDATE) for spans in by_card.values()]
-    return [max(ends) for ends in zip(*filter(None, found), strict=False)][updates - 1 :: updates]
+    ends_by_card = [sorted(span.end_ns for span in spans if span.kind == UPDATE) for spans in by_card.values()]
+    return [max(ends) for ends in zip(*filter(None, ends_by_card), strict=False)][updates - 1 :: updates]
 
 
 def _lane(role: str, cards: Sequence[Sequence[Interval]], length_ns: int) -> dict[str, Any]:

@@ -29,11 +29,11 @@ multi_latent_attention.HAVE_TE = HAVE_TE
 
 
 class Norm(nn.Module):
-    """Normalises the last dimension as the embedded model does. Under sequence parallelism each TP rank's gradient is
+    """Normalise the last dimension as the embedded model does. Under sequence parallelism each TP rank's gradient is
     a partial sum, which the optimizer adds up."""
 
     operators = Plain()
-    """Those of the model's card, once it is built"""
+    """Operators of the model's card, once it is built"""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
@@ -46,7 +46,7 @@ class Norm(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """Normalises all heads of all TP ranks by one root mean square, as OLMoE does queries, and keys. ``heads``: of this
+    """Normalise all heads of all TP ranks by one root mean square, as OLMoE does queries, and keys. ``heads``: of this
     rank; all ranks have equally many."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, heads: int, tp_group: Any):
@@ -74,14 +74,14 @@ def normalise_output(module: nn.Module, norm: Norm) -> None:
 
 
 class BiasedRowParallelLinear(RowParallelLinear):
-    """Has a bias also where no other linear map of the model has one."""
+    """Have a bias also where no other linear map of the model has one."""
 
     def __init__(self, *args: Any, bias: bool, **options: Any):
         super().__init__(*args, bias=True, **options)
 
 
 class PackedCoreAttention(nn.Module):
-    """Attends within packed sequences. Megatron passes its attention mask through unread: it is the `PackedAttention`
+    """Attend within packed sequences. Megatron passes its attention mask through unread: it is the `PackedAttention`
     of the batch."""
 
     def __init__(self, *_: Any, **__: Any):
@@ -101,7 +101,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
-    """Computes multi-head latent attention within packed sequences, with Megatron's linear maps.
+    """Compute multi-head latent attention within packed sequences, with Megatron's linear maps.
 
     x_nD ─┬─ q_down ─ own rows ─ norm ─ q_up (gathers rows) ─ rotate ─► q_NHC ──┐
           └─ kv_down ─ own rows ─┬─ norm ─ kv_up (gathers rows) ─► k_NHX, v_NHV ┤
@@ -175,8 +175,8 @@ class RoutingTrace:
 
 
 class TracedRouter(TopKRouter):
-    """Chooses and weighs experts as the embedded model does, from the logits that Megatron computes. Replays the
-    experts of `trace`, and records its routing there."""
+    """Choose and weigh experts as the embedded model does, from the logits that Megatron computes. Replay the
+    experts of `trace`, and record its routing there."""
 
     def __init__(self, *args: Any, router: Router, **options: Any):
         super().__init__(*args, **options)

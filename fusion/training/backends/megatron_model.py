@@ -44,10 +44,10 @@ from fusion.training.backends.megatron_device import redirect_to
 
 
 class MegatronModel:
-    """Computes one rank's shard of the model with Megatron-Core's layers, as a `TrainedModel`: arguments and results
+    """Compute one rank's shard of the model with Megatron-Core's layers, as a `TrainedModel`: arguments and results
     are those of `Transformer`.
-    Raises ImportError: megatron-core is not installed.
-    Raises ValueError: Megatron-Core does not compute this model, or not in this layout."""
+    Raise ImportError: megatron-core is not installed.
+    Raise ValueError: Megatron-Core does not compute this model, or not in this layout."""
 
     format: Format = MEGATRON
 
@@ -271,7 +271,7 @@ def _expert_group(mesh: Mesh, backend: str) -> dist.ProcessGroup | None:
 
 
 class TransientBuffer:
-    """Stands in for Megatron's global buffers, which would stay in HBM while the card generates."""
+    """Stand in for Megatron's global buffers, which would stay in HBM while the card generates."""
 
     def __init__(self, device: Device):
         self.device = device
