@@ -153,12 +153,12 @@ BOTH = {
 OURS = """
 BinOp Compare Constant ENVIRONMENT F IfExp Path Verification _C _REPLACED _STATED _copies _core _device _kv _latents
 _params absorbed actual along attention begun blake2b blocks buffer by_head config control copy core data device dict
-dist draft drafted drafter drawn dtype engine environ environment expected experts flat flatten found from_numpy
+dist draft drafted drafter drawn dtype engine environ environment expected experts flat flatten from_numpy
 get_parameter get_submodule getattr global_params hashlib hooks input_ int json k key keyed kv_b_proj kv_caches kwargs
 latent_layers limits local logits mesh model module name next nn np num_scheduled_tokens num_tokens_across_dp_cpu one
 operators_of os output owned owners padded parallel param params part patch patches path plan policy_version proposed q
-query random raw request rollout routed_experts routing running sampler secrets seen self seq sequences single stale
-static_forward_context str super tempfile tensor theirs to topk_ids topk_weights torch totals untyped_storage
+query random raw request rollout routed_experts routing running sampled sampler secrets seen self seq sequences single
+stale static_forward_context str super tempfile tensor theirs to topk_ids topk_weights torch totals untyped_storage
 update_from_output value values vars verified view vllm_core w13 w2 weight weights
 """
 """Names of what is this project's, torch's or Python's"""
