@@ -277,6 +277,17 @@ def test_samples_have_their_reference_answers(tmp_path, open_page):
     assert "reference answer" in text and text.count("reference answer") == 16
 
 
+def test_a_turn_that_was_cut_is_shown_though_it_is_no_message(tmp_path, open_page):
+    asked, said = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "said"}
+    with RunFolder(tmp_path, "run") as folder:
+        folder.write_config({"run": {"steps": 1}})
+        folder.log(1, {"critic/rewards/mean": 0.0})
+        rows = [{"messages": [asked], "response": "cut"}, {"messages": [asked, said], "response": "whole"}]
+        folder.log_samples(1, [{"prompt": "ask", "reward": 0.0, **row} for row in rows])
+    text = open_page(folder.path).locator("#samples").inner_text()
+    assert "cut" in text.replace("been cut", "") and "said" in text and "whole\n" not in text.replace("the whole", "")
+
+
 def test_the_curves_of_200_steps_on_8_cards_are_drawn_within_2_seconds(tmp_path, browser):
     empty = tmp_path / "empty.html"
     empty.write_text("<!doctype html><title>empty</title><body>")

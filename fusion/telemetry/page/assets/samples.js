@@ -16,6 +16,12 @@ function conversationOf(messages) {
   ]);
 }
 
+// A turn that was cut is no message: it is in the response only.
+function cutTurnOf({ messages, response }) {
+  if (messages.at(-1)?.role === "assistant") return [];
+  return [quiet("the whole response, in which a last turn may have been cut"), element("pre", {}, response)];
+}
+
 function promptOf({ prompt }) {
   return element("pre", { class: "prompt" }, prompt);
 }
@@ -23,7 +29,7 @@ function promptOf({ prompt }) {
 function sampleCard(sample) {
   const reward = sample.reward === null ? "no reward" : `reward ${Number(sample.reward.toPrecision(4))}`;
   const head = element("p", { class: "quiet" }, `step ${sample.step ?? "–"}, `, element("b", {}, reward));
-  const texts = sample.messages ? conversationOf(sample.messages) : [promptOf(sample), element("pre", {}, sample.response)];
+  const texts = sample.messages ? [...conversationOf(sample.messages), ...cutTurnOf(sample)] : [promptOf(sample), element("pre", {}, sample.response)];
   const answer = sample.answer ? [quiet("reference answer"), element("pre", {}, sample.answer)] : [];
   return element("article", {}, head, ...texts, ...answer);
 }
