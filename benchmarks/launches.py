@@ -8,6 +8,9 @@ decode, decode_mla: launches of one layer in a decode step, by table of operator
 that launches most (tp2ep2), and the copies for which the host waits in a whole step. train: launches of one layer in
 the forward and the backward pass of one micro-batch of sequences of different lengths, and how often the host waits in
 a layer; where routing is replayed, with recomputation.
+
+contracts: calls of Ascend's operators that are checked against the wheels of torch_npu, which it downloads, and those
+that do not fit their schemas, Meta kernels or documented limits.
 """
 
 from benchmarks.harness import Arguments, Benchmark, Figures, Option
@@ -25,10 +28,10 @@ LAUNCHES = {
 BENCHMARK = Benchmark(
     __doc__,
     [Option("operations", False, help="print the operations of a layer")],
-    "logprobs.peak_bytes <= 2e9, decode.[ac]*.host_syncs <= 1, train.[ac]*.host_syncs <= 0, "
+    "contracts.failed <= 0, logprobs.peak_bytes <= 2e9, decode.[ac]*.host_syncs <= 1, train.[ac]*.host_syncs <= 0, "
     "train.[ac]*.host_syncs_tp2ep2 <= 1, train.[ac]*.host_syncs_tp2ep2_replay <= 0, "
     + ", ".join(f"{path}.{key} <= {most}" for path, by_key in LAUNCHES.items() for key, most in by_key.items()),
-    parts={"logprobs": "logprobs"}
+    parts={"logprobs": "logprobs", "contracts": "tests.npu.contracts.wheel:figures"}
     | {part: f"tests.costmodel.launch_counts:{part}" for part in ("decode", "decode_mla", "train")},
     sizes={"rows": (16384, 512), "ids": (151936, 8192), "channels": (16, 16)}
     | {"batch": (64, 4), "contexts": ([2048, 32768], [300]), "sequences": (64, 5)},

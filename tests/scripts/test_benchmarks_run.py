@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "\nBENCHMARK = " in path.read_text())
 BENCHMARKS = {path.stem: importlib.import_module(f"benchmarks.{path.stem}").BENCHMARK for path in ENTRIES}
 PARTS = [(name, part) for name, benchmark in BENCHMARKS.items() for part in benchmark.parts]
+READS_WHEELS = ("launches", "contracts")
+"""The part that needs what `bash scripts/test.sh contracts` downloads"""
 
 WANTED = {
     "backends": {"embedded.gen_tokens_per_s"},
@@ -54,6 +56,7 @@ WANTED = {
     "growth memory": {"folder_bytes_a_step"},
     "kv_pool requests": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},
     "kv_pool prompts": {"hit_over_memcpy", "whole_over_memcpy", "memcpy_ms", "first_token_ms", "prefill_ms"},
+    "launches contracts": {"checked", "failed"},
     "launches decode": {"cuda.tp1", "ascend.tp2ep2", "ascend.host_syncs"},
     "launches decode_mla": {"cuda.tp1", "ascend.tp2ep2", "ascend.host_syncs"},
     "launches train": {
@@ -95,8 +98,14 @@ def test_every_part_has_figures_that_are_looked_for():
     assert {f"{name} {part}".strip() for name, part in PARTS} == WANTED.keys()
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("name", "part"), PARTS, ids=lambda one: one or "all")
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        pytest.param(*one, marks=getattr(pytest.mark, "contracts" if one == READS_WHEELS else "extended"))
+        for one in PARTS
+    ],
+    ids=lambda one: one or "all",
+)
 def test_a_benchmark_runs_at_toy_size(name, part, tmp_path):
     only = ["--only", part] if part else []
     command = [sys.executable, f"benchmarks/{name}.py", "--smoke", "--json", str(tmp_path / "figures.json"), *only]

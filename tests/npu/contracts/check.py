@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.model import ModelConfig, Up
@@ -27,9 +26,9 @@ from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.npu.emulator.operators import recorded_schemas, register_gradients
 from fusion.npu.operators import AdamW, AdamWStates, PagedRows, ascend, limits
 from fusion.npu.operators.ascend import Ascend
+from tests.npu.contracts.shapes import shapes
 from tests.npu.contracts.wheel import META_KERNELS, SCHEMAS
 
-ROOT = Path(__file__).parents[3]
 DECODED, LENGTHS, BLOCKS, BLOCK_SIZE, LONGEST = 64, [1500, 700, 700, 1], 4096, 128, 32768
 SCHEMA_ONLY = ("npu_apply_adam_w.out",)
 """Operators whose Meta kernel in the wheels does not take their schema's arguments (`out` for `var`, `m`, `v`)"""
@@ -74,15 +73,18 @@ def _stub(name: str, **members: Any) -> None:
 
 
 class Strict(Ascend):
-    """Notes what would run composed on a card, as it is beyond a limit."""
+    """Notes what would run composed on a card."""
 
     def __init__(self) -> None:
         super().__init__()
         self.beyond: list[str] = []
 
     def _exceeds(self, name: str, broken: list[str]) -> bool:
-        self.beyond.append(f"{name}: {'; '.join(broken)}")
+        self._report(f"{name}: {'; '.join(broken)}")
         return False
+
+    def _report(self, message: str) -> None:
+        self.beyond.append(message)
 
 
 class Calls(TorchDispatchMode):
@@ -169,6 +171,7 @@ def grouped_query(table: Ascend, spec: GroupedQuery, cut: Cut, eps: float) -> to
     pool = meta(2 * BLOCKS, kv_heads, BLOCK_SIZE, spec.head_dim)
     table.store_kv(pool, meta(2 * cut.rows * kv_heads, dtype=torch.int64), k, v, None)
     chunk(table, heads, kv_heads, (spec.head_dim, spec.head_dim))
+    part_of_tokens(table, spec, cut, heads, pool)
     out = table.paged_attention(q, pool, paged_rows(cut.rows), None, spec.head_dim**-0.5)
     assert out.shape == q.shape
     return out
@@ -192,7 +195,20 @@ def latent(table: Ascend, spec: Latent, cut: Cut) -> list[torch.Tensor]:
     absorbed, rotated = up.absorb(meta(cut.rows, heads, spec.head_dim)[..., : spec.nope_dim]), outs[0]
     attended = table.paged_latent_attention(absorbed, rotated, pool, paged_rows(cut.rows), spec.softmax_scale)
     assert up.values(attended).shape == (cut.rows, heads, spec.value_dim)
+    part_of_tokens(table, spec, cut, heads, pool)
     return outs
+
+
+def part_of_tokens(table: Ascend, spec: GroupedQuery | Latent, cut: Cut, heads: int, pool: torch.Tensor) -> None:
+    """Call what attends with the heads of all ranks that share KV to this rank's part of it."""
+    width, channels, scale = None, pool.shape[-1], 0.1
+    if isinstance(spec, Latent):
+        width, channels, scale = spec.kv_rank, spec.kv_rank, spec.softmax_scale
+    copies = spec.kv_copies(cut.tp)
+    for ranks in (ranks for ranks in range(2, copies + 1) if copies % ranks == 0):
+        q = meta(cut.rows, ranks * heads, pool.shape[-1])
+        out, lse = table.partial_attention(q, pool, paged_rows(cut.rows), width, scale)
+        assert out.shape == (cut.rows, ranks * heads, channels) and lse.shape == out.shape[:2]
 
 
 def paged_rows(rows: int) -> PagedRows:
@@ -269,11 +285,11 @@ def main(version: str, folder: Path) -> dict[str, Any]:
         failed.extend(f"{what}: {one}" for one in calls.beyond)
         calls.beyond.clear()
 
-    for path in sorted((ROOT / "recipes/shapes").glob("*.yaml")):
-        config = ModelConfig.from_hf(yaml.safe_load(path.read_text())["config"])
+    models = shapes()
+    for name, config in models.items():
         for cut in cuts(config):
             for spec in dict.fromkeys(config.layers):
-                what = f"{path.stem} tp={cut.tp} ep={cut.ep} {'training' if cut.trains else 'generation'}"
+                what = f"{name} tp={cut.tp} ep={cut.ep} {'training' if cut.trains else 'generation'}"
                 attempt(
                     what,
                     lambda spec=spec, cut=cut, config=config: run_layer(
@@ -284,6 +300,7 @@ def main(version: str, folder: Path) -> dict[str, Any]:
     return {
         "checked": sum(calls.checked.values()),
         "operators": sorted(calls.checked),
+        "families": sorted({config.family for config in models.values()}),
         "failed": failed,
         "composed": composed,
     }

@@ -1,13 +1,18 @@
-"""Download wheels of torch_npu, without installing them, and unpack what states the operators' calls."""
+"""Download wheels of torch_npu, without installing them, unpack what states the operators' calls, and check ours."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
+
+from fusion.npu.emulator.operators import VERSIONS
+from tests.machine import patience
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlfusion-tests"
 SCHEMAS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
@@ -32,3 +37,22 @@ def unpacked(version: str) -> Path:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (Path(scratch) / name).replace(folder / name)  # whole, also if two processes download
     return folder
+
+
+def check(version: str) -> dict[str, Any]:
+    """Return what `check.py` finds in a version."""
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-m", "tests.npu.contracts.check", version, str(unpacked(version))]
+    root = Path(__file__).parents[3]
+    ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=patience(300))
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def figures(args: Any) -> dict[str, Any]:
+    """Count the calls that were checked, of all versions, and those that failed or are beyond a limit."""
+    found = [check(version) for version in VERSIONS]
+    return {
+        "checked": sum(one["checked"] for one in found),
+        "failed": sum(len(one["failed"]) + len(one["composed"]) for one in found),
+    }
