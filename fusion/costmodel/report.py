@@ -1,6 +1,6 @@
 """Render an estimate as tables of 100 columns, or as plain data for `--json`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -57,7 +57,8 @@ FIGURES = {
 def render(chosen: SetupEstimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
     """Render a report: the setup, whether it fits, its seconds, the alternatives, the constants with their sources."""
     parts: list[RenderableType] = [_heading(chosen, notes), _memory(chosen), _bytes(chosen), _seconds(chosen)]
-    parts += [_rates(chosen.setup), _pairs(ranking, chosen), _deployments(ranking), _sources(chosen), _check(check)]
+    parts += [rates({"this plan": chosen.setup}), _pairs(ranking, chosen), _deployments(ranking), _sources(chosen)]
+    parts.append(_check(check))
     return Group(*[piece for part in parts for piece in (part, Text())])
 
 
@@ -107,12 +108,8 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
                 moved, chosen.switches, chosen.pessimistic, (setup.train, setup.infer), strict=True
             )
         },
-        "rates": {work: asdict(rate) for work, rate in plan_rates(setup).items()},
-        "published": [
-            {"work": one.work, "system": one.system, "tokens_per_s": one.tokens_per_s, "predicted": asdict(rate)}
-            | {"conditions": one.conditions, "source": one.source}
-            for one, rate in published_rates(setup)
-        ],
+        "rates": rates_of(setup),
+        "published": published_of(setup),
         "figures": {name: {"value": v, "source": s} for name, (v, s) in setup.hardware.figures().items()},
         "ranking": [_pair(pair) for pair in ranking.pairs],
         "deployments": [_deployment_row(plan) for plan in ranking.deployments],
@@ -234,12 +231,28 @@ def _seconds(chosen: SetupEstimate) -> Group:
     return _under("Seconds of a switch by part", table, how, achieved, parked)
 
 
-def _rates(setup: Setup) -> Group:
+def rates_of(setup: Setup) -> dict[str, Any]:
+    """Return the predicted rates of a plan as plain data."""
+    return {work: asdict(rate) for work, rate in plan_rates(setup).items()}
+
+
+def published_of(setup: Setup) -> list[dict[str, Any]]:
+    """Return the published rates of a plan's model and card as plain data, with the predictions."""
+    return [
+        {"work": one.work, "system": one.system, "tokens_per_s": one.tokens_per_s, "predicted": asdict(rate)}
+        | {"conditions": one.conditions, "source": one.source}
+        for one, rate in published_rates(setup)
+    ]
+
+
+def rates(plans: Mapping[str, Setup]) -> Group:
+    """Render the predicted rates of plans of one model on one card, by name, beside the published ones of both."""
     table = table_of("work", "system", "published", "predicted", "ms a step", "limit", left=2)
     table.columns[-1].justify = "left"
-    lines = [f"Predicted of this plan for sequences of {CONTEXT:,} tokens, {BATCH} an attention rank in decoding."]
-    for work, rate in plan_rates(setup).items():
-        table.add_row(work, "this plan", "", f"{rate.tokens_per_s:,.0f}", f"{1e3 * rate.step_s:.1f}", rate.limit)
+    lines = [f"{', '.join(plans)}: for sequences of {CONTEXT:,} tokens, {BATCH} an attention rank in decoding."]
+    for name, setup in plans.items():
+        for work, rate in plan_rates(setup).items():
+            table.add_row(work, name, "", f"{rate.tokens_per_s:,.0f}", f"{1e3 * rate.step_s:.1f}", rate.limit)
     for one, rate in published_rates(setup):
         shown = (f"{tokens:,.0f}" for tokens in (one.tokens_per_s, rate.tokens_per_s))
         table.add_row(one.work, one.system, *shown, f"{1e3 * rate.step_s:.1f}", rate.limit)

@@ -120,9 +120,9 @@ def recommend(
 
     def option(plan: DeploymentEstimate, bound: int, hardware: Hardware) -> Option:
         first = plan.train.world if plan.deployment == "separate" else 0
-        sizes = estimate_memory(setup.with_layouts(plan.train, plan.infer, first))
+        planned = setup.with_layouts(plan.train, plan.infer, first)
         config.run.steps = STEPS[bound]
-        base = Base(plan.train, plan.infer, plan.infer_cards or None, sizes.kv_tokens)
+        base = Base(planned, plan.infer_cards or None, estimate_memory(planned).kv_tokens)
         outcome = simulate(Scenario(setup.shape, hardware, config), base, Case(1, plan.deployment, bound))
         return Option(plan, bound, outcome.tokens_per_s, outcome.step_s, outcome.lost)
 

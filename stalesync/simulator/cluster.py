@@ -16,6 +16,7 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.search import estimate_deployment, problems
+from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.options import InferLayoutConfig, LayoutConfig, TrainLayoutConfig
@@ -63,10 +64,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Base:
-    """A deployment on one supernode: its layouts, and the KV capacity of an attention rank."""
+    """A deployment on one supernode: its plan, and the KV capacity of an attention rank."""
 
-    train: Parallel
-    infer: Parallel
+    setup: Setup
     infer_cards: int | None
     kv_tokens: int
 
@@ -110,7 +110,7 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
     if wrong := problems(setup, sizes):
         wrong_text = "; ".join([*wrong, advice(setup)])
         raise ValueError(f"train, infer: the layouts do not fit fusion={deployment}: {wrong_text}")
-    return Base(train, infer, infer_cards, sizes.kv_tokens)
+    return Base(setup, infer_cards, sizes.kv_tokens)
 
 
 def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
@@ -146,8 +146,9 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
     config.stalesync.max_staleness = case.max_staleness
     if config.stalesync.train_tokens is not None:
         config.stalesync.train_tokens = config.stalesync.train_tokens * work if case.max_staleness else None
-    config.parallel.train = TrainLayoutConfig(**_sizes(base.train), cp=base.train.cp)
-    config.parallel.infer = InferLayoutConfig(**_sizes(base.infer), dcp=base.infer.dcp)
+    train, infer = base.setup.train, base.setup.infer
+    config.parallel.train = TrainLayoutConfig(**_sizes(train), cp=train.cp)
+    config.parallel.infer = InferLayoutConfig(**_sizes(infer), dcp=infer.dcp)
     return config
 
 

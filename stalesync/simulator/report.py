@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusion.costmodel.memory import WEIGHT_BYTES
-from fusion.costmodel.report import table_of
+from fusion.costmodel.report import published_of, rates, rates_of, table_of
 from stalesync.job.workload import describe, lengths_of, workload_of
 from stalesync.simulator.baseline import PUBLISHED_MODEL, PUBLISHED_RATIO, BaselineRow, BaselineStep, rows
 from stalesync.simulator.cluster import Base, Case, Scenario
@@ -86,11 +86,13 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         | {"linearity": linearity(outcomes, case), "limits_linearity": growing_loss(outcomes, case)}
         for case, outcome in outcomes.items()
     ]
-    config = scenario.config
+    config, setups = scenario.config, {name: base.setup for name, base in bases.items()}
     return {
         "model": scenario.shape.name,
         "hardware": scenario.hardware.name,
-        "layouts": {name: {"train": str(base.train), "infer": str(base.infer)} for name, base in bases.items()},
+        "layouts": {name: {"train": str(one.train), "infer": str(one.infer)} for name, one in setups.items()},
+        "rates": {name: rates_of(one) for name, one in setups.items()},
+        "published_rates": published_of(next(iter(setups.values()))),
         "notes": scenario.notes,
         "lengths": str(scenario.trace) if scenario.trace else _lengths(scenario),
         "environment": None if scenario.environment is None else asdict(scenario.environment),
@@ -108,6 +110,7 @@ def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case
     parts += [Text(), _table(outcomes), *map(Text, assumptions(scenario, outcomes)), Text(), _losses(outcomes), Text()]
     if compared := baseline(scenario, outcomes):
         parts += [_baseline(compared), Text()]
+    parts += [rates({name: base.setup for name, base in bases.items()}), Text()]
     parts += [Text(line) for line in _anchors()]
     return Group(*parts)
 
@@ -131,7 +134,7 @@ def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
     if seconds := config.reward.latency_s:
         lines.append(f"rewards: {seconds:g} s a sample (reward.latency_s), {config.reward.workers} processes in all")
     return lines + [
-        f"{name}: train {base.train}, generate {base.infer}, KV cache of {base.kv_tokens:,} tokens a rank"
+        f"{name}: train {base.setup.train}, generate {base.setup.infer}, KV cache of {base.kv_tokens:,} tokens a rank"
         for name, base in bases.items()
     ]
 

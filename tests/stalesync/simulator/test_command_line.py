@@ -43,6 +43,17 @@ def test_every_combination_is_simulated_and_printed(tmp_path, capsys):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_predicted_rates_of_a_die_are_printed_beside_published_ones(tmp_path, capsys):
+    job = ["model=qwen3_30b_a3b", "cluster.hardware=h100", "cluster.npus=16", "fusion.offload=stream"]
+    found = outcome(tmp_path, *job, "fusion=colocated,separate")
+    for deployment in ("colocated", "separate"):
+        rates = found["rates"][deployment]
+        assert rates.keys() == {"decode", "train"} and all(rate["tokens_per_s"] > 0 for rate in rates.values())
+    assert {one["system"] for one in found["published_rates"]} == {"vLLM", "Megatron-Bridge 25.11", "NeMo AutoModel"}
+    out = capsys.readouterr().out
+    assert "Tokens a second of a die" in out and "github.com/vllm-project" in out, "with what is assumed"
+
+
 def test_the_same_seed_gives_the_same_figures_and_a_trace_its_lengths(tmp_path):
     assert outcome(tmp_path)["rows"] == outcome(tmp_path)["rows"] != outcome(tmp_path, "run.seed=1")["rows"]
     trace = tmp_path / "groups.jsonl"
