@@ -65,8 +65,9 @@ class Forced(NamedTuple):
 
     def mismatched(self, own_nk: torch.Tensor) -> torch.Tensor:
         """Return the replayed rows whose own set of experts differs: bool [n]."""
-        other_nk = own_nk.sort(-1).values != self.expert_nk.sort(-1).values
-        return other_nk.any(-1) & self.known_n1.squeeze(1)
+        # as floats: an NPU sorts no integers
+        own, replayed = (expert_nk.to(torch.float32).sort(-1).values for expert_nk in (own_nk, self.expert_nk))
+        return (own != replayed).any(-1) & self.known_n1.squeeze(1)
 
 
 @dataclass(frozen=True)
