@@ -106,6 +106,14 @@ def test_gating_chooses_alike(ascend, seed, rows, router):
     torch.testing.assert_close(weights, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_gating_that_the_operator_does_not_compute_is_said_once(ascend):
+    table, router = Real(), Router(2, "sigmoid", scale=2.0)
+    with pytest.warns(UserWarning, match="npu_moe_gating_top_k: normalises sigmoids always") as said:
+        for _ in range(2):
+            table.gate(draw(7)(3, 12), router, None)
+    assert len(said) == 1
+
+
 @given(seed=seeds, rows=st.integers(0, 6), k=st.integers(1, 3), stacked=st.booleans())
 def test_experts(ascend, seed, rows, k, stacked):
     """From routing to the weighted sum, with matrices in a list and stacked; some experts have no rows."""

@@ -129,15 +129,18 @@ def test_latents_of_all_rows_are_gathered_at_once_if_few_and_by_row_if_invariant
     blocks = torch.randperm(9).view(3, 3)
     rows = PagedRows(blocks.flatten(), torch.arange(3) * 3, torch.tensor(lengths), blocks.int(), lengths, invariant)
     q = torch.randn(3, 2, 12)
-    found = Cuda().paged_attention(q, pool, rows, 8, 0.3)
-    assert len(calls) == (3 if invariant else 1)
+    table = Cuda()
+    with pytest.warns(UserWarning, match="varlen_attn: takes no latents: composed") as said:
+        found, _ = (table.paged_attention(q, pool, rows, 8, 0.3) for _ in range(2))
+    assert len(calls) == (6 if invariant else 2) and len(said) == 1
+    calls.clear()
     for row, length in enumerate(lengths):
         latents = pool[blocks[row]].flatten(0, 2)[:length]
         scores = (torch.einsum("hc,sc->hs", q[row], latents) * 0.3).softmax(-1)
         torch.testing.assert_close(found[row], scores @ latents[:, :8])
     monkeypatch.setattr(composed_attention, "MAX_GATHERED_TOKENS", 24)
     torch.testing.assert_close(Cuda().paged_attention(q, pool, rows, 8, 0.3), found)
-    assert len(calls) == (6 if invariant else 3), "two rows of at most 12 tokens, then one"
+    assert len(calls) == (3 if invariant else 2), "two rows of at most 12 tokens, then one"
 
 
 @given(seed=seeds, lengths=st.lists(st.integers(1, 2 * PAGE), min_size=1, max_size=3), invariant=st.booleans())
@@ -258,6 +261,14 @@ def test_gradients_of_attention_are_added_in_one_order():
     out.sum().backward()
     assert asked == [True] and not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_attention_to_a_part_of_the_tokens_is_composed_and_said_once():
+    table, pool, blocks = Cuda(), torch.randn(6, 2, 4, 8), torch.arange(3).view(3, 1)
+    rows = PagedRows(blocks.flatten(), torch.arange(3), torch.ones(3).long(), blocks.int(), (1, 1, 1))
+    with pytest.warns(UserWarning, match="varlen_attn: not used where ranks share KV") as said:
+        found, _ = (table.partial_attention(torch.randn(3, 4, 8), pool, rows, None, 0.3) for _ in range(2))
+    assert found[1].shape == (3, 4) and len(said) == 1
 
 
 def test_what_a_card_does_not_take_is_composed_and_said_once():

@@ -89,8 +89,8 @@ class Ascend(AscendAttention):
                 norm_type=int(gating.scores == "sigmoid"),
                 routed_scaling_factor=gating.scale,
             )
-            # The operator normalises sigmoids always and softmaxes never.
             if gating.normalise != (gating.scores == "sigmoid"):
+                self._report("npu_moe_gating_top_k: normalises sigmoids always, softmaxes never: composed of PyTorch's")
                 return super().gate(logits_NE, gating, correction_E, row_multiple)
         if not self._takes(operator, logits_NE, (logits_NE,), about=(gating,), **options):
             return super().gate(logits_NE, gating, correction_E, row_multiple)

@@ -5,7 +5,6 @@ the emulated card, whose models are tiny, it is reported and made all the same. 
 channels before all rotated ones, as attention takes them as two tensors."""
 
 import sys
-import warnings
 from itertools import accumulate
 from typing import Any
 
@@ -24,13 +23,13 @@ class AscendAttention(Plain):
     lengths_argument = "actual_seq_lengths_kv"
 
     def __init__(self) -> None:
+        super().__init__()
         self._is_emulated = "torch_npu" not in sys.modules
         if self._is_emulated:
             from fusion.npu.emulator.operators import register
 
             register()
         self._allowed: dict[tuple, bool] = {}
-        self._reported: set[str] = set()
         self._masks: dict[torch.device, Tensor] = {}
 
     def _takes(self, operator: Any, like: Tensor, args: tuple, about: tuple = (), **kwargs: Any) -> bool:
@@ -49,10 +48,7 @@ class AscendAttention(Plain):
     def _exceeds(self, name: str, broken: list[str]) -> bool:
         """Report a call beyond limits; return whether to make it nevertheless."""
         what = "made nevertheless on the emulated card" if self._is_emulated else "composed of PyTorch's operators"
-        message = f"{name}: {'; '.join(broken)}: {what}"
-        if message not in self._reported:
-            self._reported.add(message)
-            warnings.warn(message, stacklevel=4)
+        self._report(f"{name}: {'; '.join(broken)}: {what}")
         return self._is_emulated
 
     def _attend_packed(

@@ -11,7 +11,6 @@ kernel, are gathered and attended to by `scaled_dot_product_attention`."""
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -39,6 +38,7 @@ class Cuda(Plain):
     needs_block_rows = fuses_chunks = stacks_experts = runs_ahead = True
 
     def __init__(self) -> None:
+        super().__init__()
         self._allowed: dict[tuple, bool] = {}
         self._pages: tuple[PagedRows, _Pages] | None = None
         self._counted: tuple[Tensor, Tensor] | None = None
@@ -52,7 +52,7 @@ class Cuda(Plain):
         if allowed is None:
             broken = [one for arguments in calls for one in limits.beyond(operator, arguments)]
             if broken:
-                warnings.warn(f"{operator}: {'; '.join(broken)}: composed of other operators", stacklevel=3)
+                self._report(f"{operator}: {'; '.join(broken)}: composed of other operators")
             allowed = self._allowed[key] = not broken
         return allowed
 
@@ -164,6 +164,7 @@ class Cuda(Plain):
         self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> Tensor:
         if value_width is not None:
+            self._report("varlen_attn: takes no latents: composed of other operators")
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         kv_heads, page, channels = pool.shape[1:]
         about = q_NHC.dtype, channels, page
@@ -192,7 +193,7 @@ class Cuda(Plain):
     def partial_attention(
         self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        warnings.warn("varlen_attn: not used where ranks share KV: composed of other operators", stacklevel=2)
+        self._report("varlen_attn: not used where ranks share KV: composed of other operators")
         return super().partial_attention(q_NHC, pool, rows, value_width, scale)
 
     def _pages_of(self, rows: PagedRows, kv_heads: int) -> _Pages:

@@ -4,6 +4,7 @@ A packed batch has one leading token dimension without padding rows, and a list 
 D hidden, H query heads, K key and value heads, C channels of a head, R rotated channels, E experts, k experts of a row,
 I inner channels of an expert, O output channels. Attention is inherited from `plain_attention.py`."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -87,6 +88,15 @@ class Plain(PlainAttention):
     """Whether the host only starts operators, so that a layer may take the time of starting them, and of waiting"""
     stacks_experts = False
     """Whether grouped products take the stack [E, O, D] of all experts' matrices, which is then stored as one"""
+
+    def __init__(self) -> None:
+        self._reported: set[str] = set()
+
+    def _report(self, message: str) -> None:
+        """Warn, once, that a call runs otherwise than by the card's operator."""
+        if message not in self._reported:
+            self._reported.add(message)
+            warnings.warn(message, stacklevel=4)
 
     # Norms and positions
 
