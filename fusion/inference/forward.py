@@ -70,11 +70,13 @@ class Forward:
             (out, routed), sampled_rows = self._compute(batch, rows), batch.sampled
         if size is not None:
             out = out[: len(step.decodes)]
-        if routed is not None and step:
-            self._keep_routing(plan.places, routed, rows)
-        if not (step.sampled or step.verified):
-            return Sampled([], [])
-        return self._draw(out if self.mesh.last_stage else None, sampled_rows, step)
+        routing = None if routed is None or not step else self._routing_of_stage(routed, rows)
+        sampled = Sampled([], [])
+        if step.sampled or step.verified:
+            sampled = self._draw(out if self.mesh.last_stage else None, sampled_rows, step)
+        if routing is not None:  # of layers that the card has computed by now
+            self._keep_routing(plan.places, routing)
+        return sampled
 
     def _compute(self, batch: Batch, rows: RowSplit) -> Computed:
         routed: list[Routed] | None = [] if self.routing else None
@@ -84,14 +86,14 @@ class Forward:
             dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
         return out, routed
 
-    def _keep_routing(self, places: Places, routed: list[Routed], rows: RowSplit) -> None:
+    def _routing_of_stage(self, routed: list[Routed], rows: RowSplit) -> torch.Tensor:
         shape = self.model.config
         if routed:
-            routing_of_stage = routing_of(routed, rows, self.mesh, num_experts=shape.num_experts)
-        else:  # a stage without sparse layers
-            dtype = routing_dtype(shape.num_experts)
-            routing_of_stage = torch.empty(rows.count, 0, shape.top_k, dtype=dtype)
-        routing = of_all_layers(routing_of_stage, self.mesh, shape)
+            return routing_of(routed, rows, self.mesh, num_experts=shape.num_experts)
+        return torch.empty(rows.count, 0, shape.top_k, dtype=routing_dtype(shape.num_experts))
+
+    def _keep_routing(self, places: Places, routing_of_stage: torch.Tensor) -> None:
+        routing = of_all_layers(routing_of_stage.cpu(), self.mesh, self.model.config)
         if self.routing and routing is not None:
             self.routing.write(places, routing)
 

@@ -108,7 +108,7 @@ def routing_dtype(num_experts: int) -> torch.dtype:
 @torch.no_grad()
 def routing_of(routed: Sequence[Routed], rows: int | RowSplit, mesh: Mesh, num_experts: int) -> torch.Tensor:
     """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on the
-    CPU. Collective over TP and context parallel, over which the rows are split."""
+    card. Collective over TP and context parallel, over which the rows are split."""
     experts_nLk = torch.stack([layer.expert_nk for layer in routed], 1).to(routing_dtype(num_experts))
     # sent as bytes, since some backends do not support every integer dtype
     sizes = shard_sizes(rows.count if isinstance(rows, RowSplit) else rows, mesh.parallel.cp)
@@ -116,4 +116,4 @@ def routing_of(routed: Sequence[Routed], rows: int | RowSplit, mesh: Mesh, num_e
     wire = gather_rows(experts_nLk.flatten(1).view(torch.uint8), own, mesh)
     if mesh.cp_group is not None:
         wire = gather_padded(wire, sizes, mesh.cp_group)
-    return wire.view(experts_nLk.dtype).unflatten(1, experts_nLk.shape[1:]).cpu()
+    return wire.view(experts_nLk.dtype).unflatten(1, experts_nLk.shape[1:])

@@ -196,7 +196,7 @@ class Transformer(nn.Module):
         return shard_range(rows, self.mesh.parallel.tp, self.mesh.tp_rank)
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
-        return routing_of(routed, rows, self.mesh, num_experts=self.config.num_experts)
+        return routing_of(routed, rows, self.mesh, num_experts=self.config.num_experts).cpu()
 
     def scores(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """Compute a reward model's scores [n, labels] from hidden states [n, D], on all TP ranks. On the last stage."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,6 +12,7 @@ from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import Latent, Sparse
 from fusion.npu import open_device
 from fusion.npu.operators import operators_of
+from tests.costmodel.launch_counts import Launches
 from tests.families import KINDS, family_checkpoint
 from tests.inference.engines import by_id, generate, requests
 from tests.rollouts import rollout_config
@@ -75,3 +78,38 @@ def test_greedy_tokens_and_logprobs(kind, tmp_path):
     for name, (tokens, logprobs) in wanted.items():
         assert found[name][0] == tokens
         assert found[name][1] == pytest.approx(logprobs, abs=1e-4)
+
+
+class AfterTheFirstWait(Launches):
+    """Lists what a card launches after the host has first waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waited, before = self.waits.total(), self.by_operation.copy()
+        result = super().__torch_dispatch__(operation, types, args, kwargs)
+        if waited and self.waits.total() == waited:
+            self.late += self.by_operation - before
+        return result
+
+
+@pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
+def test_the_host_waits_for_a_step_when_all_of_it_is_launched(tmp_path):
+    """Also where the routing of its tokens is recorded."""
+    device = open_device("emulated", capacity_bytes=2 << 30, operators="ascend")
+    if device.kind != "emulated":
+        pytest.skip("no compiler to build the emulated NPU with")
+    folder = family_checkpoint(tmp_path, "qwen3_moe")
+    model = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
+    load_weights(model, folder)
+    made = EmbeddedEngine(model, Mesh.single(), device, rollout_config(max_length=256, max_seqs=8), 5, True)
+    made.allocate_kv()
+    made.submit(requests(6, max_tokens=20))
+    for _ in range(4):
+        made.step()
+    with AfterTheFirstWait() as launches:
+        made.step()
+    made.suspend(), made.release_kv()
+    assert launches.waits.total() and not launches.late

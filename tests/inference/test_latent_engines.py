@@ -169,7 +169,7 @@ def test_routing_is_that_of_one_pass_whatever_the_engine_did(batch_invariant):
                 ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)], network.operators), routed
             )
         pieces = [one.routing for one in collected if one.request_id == request.id and one.tokens]
-        expected = routing_of(routed, len(ids), network.mesh, network.config.num_experts)
+        expected = routing_of(routed, len(ids), network.mesh, network.config.num_experts).cpu()
         assert torch.equal(torch.cat(pieces), expected[:-1])
 
 

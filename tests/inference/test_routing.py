@@ -29,7 +29,7 @@ def expected(sequence, network=None):
     routed = []
     with torch.no_grad():
         network(ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)], network.operators), routed)
-    return routing_of(routed, len(ids), network.mesh, EXPERTS)
+    return routing_of(routed, len(ids), network.mesh, EXPERTS).cpu()
 
 
 def check(routing, sequence):

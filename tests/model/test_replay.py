@@ -65,7 +65,7 @@ def test_replaying_a_models_own_routing_changes_no_bit(tmp_path, device, recompu
         model.zero_grad()
         out.square().sum().backward()
         found.append([out.detach().clone()] + [p.grad.clone() for p in model.parameters() if p.grad is not None])
-        experts = routing_of(routed, ROWS, model.mesh, 8)
+        experts = routing_of(routed, ROWS, model.mesh, 8).cpu()
         assert experts.dtype is torch.uint8 and experts.shape == (ROWS, 2, 2)
         place = device.torch_device
         replay = Replay(experts.to(place), torch.ones(ROWS, dtype=torch.bool, device=place))
