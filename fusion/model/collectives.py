@@ -79,15 +79,21 @@ def reduce_scatter_rows(x_partial: torch.Tensor, rows: RowSplit, mesh: Mesh) -> 
         return x_partial
     if rows.whole:
         return sum_plainly(x_partial, mesh.tp_group)
-    sizes = shard_sizes(x_partial.shape[0], mesh.parallel.tp)
-    gather, scatter = partial(gather_padded, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
-    return WithAdjoint.apply(x_partial, scatter, gather)
+    return reduce_scatter_shards(x_partial, shard_sizes(x_partial.shape[0], mesh.parallel.tp), mesh.tp_group)
 
 
-def gather_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def gather_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: reduce-scatter of the gradients."""
-    gather, scatter = partial(gather_padded, sizes=sizes, group=group), _scatter(sizes, group)
-    return WithAdjoint.apply(x_shard, gather, scatter)
+    if group is None:
+        return x_shard
+    return WithAdjoint.apply(x_shard, partial(gather_padded, sizes=sizes, group=group), _scatter(sizes, group))
+
+
+def reduce_scatter_shards(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum [sum(sizes), …] over ``group``; each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
+    if group is None:
+        return x
+    return WithAdjoint.apply(x, _scatter(sizes, group), partial(gather_padded, sizes=sizes, group=group))
 
 
 def share_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -156,20 +162,6 @@ def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Me
     return WithAdjoint.apply(x, forth, back)
 
 
-def gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: sum of partial gradients."""
-    if group is None:
-        return x
-    return WithAdjoint.apply(x, partial(_gather_uneven, sizes=sizes, group=group), _scatter(sizes, group))
-
-
-def reduce_scatter_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum [sum(sizes), …] over ``group``; each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
-    if group is None:
-        return x
-    return WithAdjoint.apply(x, _scatter(sizes, group), partial(_gather_uneven, sizes=sizes, group=group))
-
-
 class WithAdjoint(torch.autograd.Function):
     """Apply a linear function; its adjoint is the backward pass."""
 
@@ -195,12 +187,6 @@ def gather_padded(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGrou
     out = x.new_empty(len(sizes), *wire.shape)
     dist.all_gather_into_tensor(out.flatten(0, 1), wire, group=group)
     return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)])
-
-
-def _gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    # gloo has no uneven all-gather, so every rank sends its rows to every rank
-    ranks = len(sizes)
-    return _exchange(torch.cat([x] * ranks), send=[x.shape[0]] * ranks, receive=sizes, group=group)
 
 
 def _scatter(sizes: list[int], group: dist.ProcessGroup) -> Collective:

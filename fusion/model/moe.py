@@ -28,9 +28,9 @@ from fusion.model.collectives import (
     exchange_rows,
     gather_padded,
     gather_rows,
-    gather_uneven,
+    gather_shards,
     reduce_scatter_rows,
-    reduce_scatter_uneven,
+    reduce_scatter_shards,
     shard_range,
     sum_pieces,
     sum_plainly,
@@ -100,8 +100,7 @@ class MoE(nn.Module):
         corrected = spec.router.correction
         self.correction = nn.Parameter(weights["correction"], requires_grad=False) if corrected else None
         num_local = spec.num_experts // mesh.parallel.ep
-        local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
-        self.num_local = num_local
+        self.local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
         # Looked up once: attribute access of modules takes measurable time in a decode step.
         self._matrices: tuple[Any, Any]
         stacked = "experts.gate_up" in weights
@@ -111,7 +110,7 @@ class MoE(nn.Module):
             gate_up, down = [stacks.gate_up], [stacks.down]
             self._matrices, self._cut = (base_of(stacks.gate_up), base_of(stacks.down)), False
         else:
-            experts = {str(e): Expert(below(f"experts.{e}.", weights)) for e in local_experts}
+            experts = {str(e): Expert(below(f"experts.{e}.", weights)) for e in self.local_experts}
             self.experts = nn.ModuleDict(experts)
             gate_up, down = [expert.gate_up for expert in experts.values()], [one.down for one in experts.values()]
             self._matrices = [base_of(one) for one in gate_up], [base_of(one) for one in down]
@@ -202,9 +201,8 @@ class MoE(nn.Module):
             own = slice(start, start + rows.count)
         logits_NE = self._logits(gathered_ND, row_multiple)
         weight_Nk, expert_Nk = self.operators.gate(logits_NE, self._router, self.correction, row_multiple)
-        local = range(mesh.ep_rank * self.num_local, (mesh.ep_rank + 1) * self.num_local)
-        num_experts, local_experts = self.spec.num_experts, self.operators.local_experts
-        y = local_experts(gathered_ND, expert_Nk, weight_Nk, num_experts, local, self._matrices)
+        num_experts, table = self.spec.num_experts, self.operators
+        y = table.local_experts(gathered_ND, expert_Nk, weight_Nk, num_experts, self.local_experts, self._matrices)
         routed = Routed(_NO_STATS, expert_Nk[own]) if record else None
         shared = None
         if self.shared is not None:
@@ -246,7 +244,7 @@ class MoE(nn.Module):
         """Return the weighted sum of each row's experts [n, D], and how many rows each expert has, int64 [E]."""
         x, order, counts_E = self.operators.permute(x_nD, expert_nk, self.spec.num_experts)
         # With a grouped product that takes counts on the card, the host need not wait for them.
-        on_card = not self._cut and self.operators.takes_counts(x, self.num_local, row_multiple)
+        on_card = not self._cut and self.operators.takes_counts(x, len(self.local_experts), row_multiple)
         mesh = self.mesh
         if mesh.ep_group is None and mesh.etp_group is None:
             y = self._swiglu(x, counts_E if on_card else counts_E.tolist(), row_multiple)
@@ -261,9 +259,9 @@ class MoE(nn.Module):
         """Run the experts of all ranks on rows sorted by expert; return their outputs in the same order."""
         mesh, (grouping, back) = self.mesh, plan.order
         arrived = exchange_rows(x, plan.send, plan.receive, mesh=mesh)
-        x = reorder(gather_uneven(arrived, plan.sizes, mesh.etp_group), grouping, back)
+        x = reorder(gather_shards(arrived, plan.sizes, mesh.etp_group), grouping, back)
         y = self._swiglu(x, plan.rows_on_card if on_card else plan.rows, row_multiple)
-        y = reduce_scatter_uneven(reorder(y, back, grouping), plan.sizes, mesh.etp_group)
+        y = reduce_scatter_shards(reorder(y, back, grouping), plan.sizes, mesh.etp_group)
         return exchange_rows(y, plan.receive, plan.send, mesh=mesh)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:

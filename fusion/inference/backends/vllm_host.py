@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
+from fusion.model.collectives import gather_shards, reduce_scatter_shards
 from fusion.npu.operators import operators_of
 
 
@@ -156,10 +156,10 @@ def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None =
     assert dim == 0
     if isinstance(input_, list):
         return [_all_gatherv(self, one, dim, sizes) for one in input_]
-    return gather_uneven(input_, sizes or [len(input_)] * self.world_size, self.device_group)
+    return gather_shards(input_, sizes or [len(input_)] * self.world_size, self.device_group)
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
     assert dim == 0
     sizes = sizes or [len(input_) // self.world_size] * self.world_size
-    return reduce_scatter_uneven(input_.contiguous(), sizes, self.device_group)
+    return reduce_scatter_shards(input_.contiguous(), sizes, self.device_group)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
+from fusion.model.collectives import gather_shards, reduce_scatter_shards
 from fusion.npu import Device
 
 _redirection = ExitStack()
@@ -52,12 +52,12 @@ def _redirect(device: Device) -> None:
     def gather_rows(x: torch.Tensor, *args: Any, group: Any, output_split_sizes: Any = None) -> torch.Tensor:
         if output_split_sizes is None or dist.get_world_size(group) == 1:
             return gather(x, *args, group=group)
-        return gather_uneven(x, output_split_sizes, group)
+        return gather_shards(x, output_split_sizes, group)
 
     def scatter_rows(x: torch.Tensor, *args: Any, group: Any, input_split_sizes: Any = None) -> torch.Tensor:
         if input_split_sizes is None or dist.get_world_size(group) == 1:
             return scatter(x, *args, group=group)
-        return reduce_scatter_uneven(x, input_split_sizes, group)
+        return reduce_scatter_shards(x, input_split_sizes, group)
 
     in_dispatcher: dict[str, Any] = {
         "maybe_move_tensor_to_cpu": _move_to_cpu,  # its own only moves tensors of CUDA cards
