@@ -9,6 +9,7 @@ controller is one process: what it computes and every call of a card takes its t
 go on. Rewards by rules take `reward.latency_s`, those of a reward model its forward pass; no group is filtered."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from fusion.rollout import SuspendedSample
@@ -35,6 +36,9 @@ from stalesync.simulator.lengths import SimulatedLengths, SimulatedPrompt
 from stalesync.simulator.sequence import RequestSize, SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 from stalesync.simulator.work import RunTotals, SimulatedWork, StepRecord
+
+FEW_SAMPLES = 4096
+"""Samples in progress up to which the collections of garbage take less time than excluding the objects that exist"""
 
 
 class SimulatedRun:
@@ -65,7 +69,8 @@ class SimulatedRun:
         steps = self.setup.config.run.steps
         config = self.setup.config
         ahead = 1 + config.stalesync.max_staleness
-        with collecting_seldom(ahead * config.data.prompts_per_step * config.algorithm.group_size):
+        samples = ahead * config.data.prompts_per_step * config.algorithm.group_size
+        with collecting_seldom(samples) if samples > FEW_SAMPLES else nullcontext():
             for step in range(1, steps + 1):
                 self._record, start_s = StepRecord(), self.clock.now
                 for command in self.admission.step(steps - step + 1, self.setup.share):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -189,3 +190,18 @@ def test_a_source_of_prompts_is_asked_for_what_is_admitted_only():
     run = SimulatedRun(simulation_of(config).setup, lengths)
     run.run()
     assert lengths.taken == 3 * config.data.prompts_per_step, "nothing is admitted that no step can train"
+
+
+def test_only_runs_of_many_samples_exclude_the_objects_of_the_process_from_collections(monkeypatch):
+    counts = []
+
+    def seldom(count):
+        counts.append(count)
+        return nullcontext()
+
+    monkeypatch.setattr("stalesync.simulator.run.collecting_seldom", seldom)
+    simulation_of(config_of(steps=1)).run()
+    assert not counts
+    monkeypatch.setattr("stalesync.simulator.run.FEW_SAMPLES", 31)
+    simulation_of(config_of(steps=1)).run()
+    assert counts == [32]
