@@ -154,20 +154,15 @@ def test_another_user_is_refused_by_the_rank_that_accepts_and_by_the_rank_that_c
         except OSError:
             return False
 
-    listener, absent = Listener(), Listener()
-    result = []
-
-    def accept():
-        try:
-            result.append(listener.connect(0, {0: listener.invitation, 1: absent.invitation}, timeout_s=patience(2)))
-        except TimeoutError as error:
-            result.append(error)
-
-    thread = threading.Thread(target=accept)
+    listeners, joined = {rank: Listener() for rank in (0, 1)}, []
+    invitations = {rank: listener.invitation for rank, listener in listeners.items()}
+    thread = threading.Thread(target=lambda: joined.append(listeners[0].connect(0, invitations)))
     thread.start()
-    assert as_nobody(lambda: enters(listener.invitation, 1)) == 1
+    assert as_nobody(lambda: enters(invitations[0], 1)) == 1
+    other = listeners[1].connect(1, invitations)
     thread.join()
-    assert isinstance(result[0], TimeoutError), "rank 1 has not connected"
+    joined[0].send(1, b"among ourselves")
+    assert other.receive(10) == [(0, b"among ourselves")], "the place of rank 1 was not taken"
 
     ready, done = os.pipe(), os.pipe()
 
@@ -177,11 +172,11 @@ def test_another_user_is_refused_by_the_rank_that_accepts_and_by_the_rank_that_c
         os.read(done[0], 1)
         return True
 
-    pid_thread = threading.Thread(target=lambda: result.append(as_nobody(serve)))
+    pid_thread = threading.Thread(target=lambda: as_nobody(serve))
     pid_thread.start()
     address = os.read(ready[0], 200).decode()
     with pytest.raises(ConnectionError, match="rank 0 belongs to a process of another user"):
-        Listener().connect(1, {0: Invitation(address, "00" * 32), 1: absent.invitation})
+        Listener().connect(1, {0: Invitation(address, "00" * 32), 1: invitations[1]})
     os.write(done[1], b".")
     pid_thread.join()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
