@@ -252,7 +252,7 @@ def test_a_failure_costs_its_own_conversation(user_file, text, kind, detail, mon
     monkeypatch.setattr("fusion.rewards.process.DUMP_WAIT_S", patience(process.DUMP_WAIT_S))
     timeout_s = patience(0.6) if kind == "timeout" else patience(20)
     with Pool(user_file, step_timeout_s=timeout_s, memory_mib=256) as pool:
-        slow = "0.2"
+        slow = "0.2" if kind == "timeout" else "0.05"
         pool.open("bad", "idle", "stepping", answer=slow)
         assert content(pool.ask("idle", "1", slow)) == "1"
         pool.say("stepping", "slow", slow)
@@ -270,8 +270,8 @@ def test_a_failure_costs_its_own_conversation(user_file, text, kind, detail, mon
 )
 def test_a_beginning_of_something_else_costs_its_own_conversation(user_file, answer, detail):
     with Pool(user_file) as pool:
-        pool.open("idle", "stepping", answer="0.5")
-        pool.say("stepping", "slow", "0.5")
+        pool.open("idle", "stepping", answer="0.1")
+        pool.say("stepping", "slow", "0.1")
         (failed,) = pool.reset([(Task("hi", answer), 7)])
         assert failed.failure == "bad_turn" and detail in failed.detail, failed
         assert content(pool.wait()["stepping"]) == "slow"
