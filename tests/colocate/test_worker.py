@@ -32,7 +32,7 @@ def _worker(path, dtype="float32", algorithm=None, **fusion):
         deployment=Deployment((0,), (0,), reference=(0,)),
         train=Parallel(),
         infer=Parallel(),
-        fusion=FusionConfig(bucket_bytes=1 << 14, checksum=True, **fusion),
+        fusion=FusionConfig(**{"bucket_bytes": 1 << 14, "checksum": True} | fusion),
         rollout=RolloutConfig(max_response_length=6, max_length=64),
         training=TrainingConfig(lr=1e-3),
         algorithm=AlgorithmConfig(**(algorithm or {"kl_coef": 0.1, "group_size": GROUP})),
@@ -206,7 +206,8 @@ def test_who_runs_out_of_memory_says_in_which_stage_and_who_held_it(worker):
 
 
 def test_an_optimizer_that_finds_no_room_behind_a_switch_says_so_too(tmp_path):
-    worker = _worker(tiny_checkpoint(tmp_path, vocab_size=40_000), deployment="full", resident="all")
+    path = tiny_checkpoint(tmp_path, vocab_size=40_000)
+    worker = _worker(path, deployment="full", resident="all", bucket_bytes=1 << 20)
     worker.switch("infer", 0)
     optimizer_bytes = sum(part.nbytes for part in worker.card.switcher.optimizer.values())
     assert worker.card.device.memory_by_owner()["kv"] < optimizer_bytes
