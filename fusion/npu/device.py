@@ -185,7 +185,7 @@ def _emulated(index: int, config: DeviceConfig) -> Device:
         extension = install()
     except BuildError as error:
         warnings.warn(
-            f"The emulated NPU is not available: {error}. Counting plain CPU tensors instead (device.kind=ledger).",
+            f"The emulated NPU is not available: {error}. Counting plain CPU tensors instead.",
             stacklevel=3,
         )
         from fusion.npu.ledger import LedgerDevice

@@ -181,4 +181,4 @@ class LedgerDevice(Device):
 
     def describe(self) -> str:
         capacity = self.memory().capacity
-        return f"CPU tensors counted by a ledger (no compiler for the emulated NPU), {capacity / 2**30:.1f} GiB"
+        return f"CPU tensors counted by a ledger (no emulated NPU: logs say why), {capacity / 2**30:.1f} GiB"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fusion.npu import OWNERS, DeviceConfig, open_device
+from fusion.npu.emulator import BuildError
 from fusion.npu.ledger import LedgerDevice
 from fusion.npu.owners import NewStorages, StorageOwners
 
@@ -67,6 +68,21 @@ def ledger():
     device = LedgerDevice(0, 400 * KIB)
     yield device
     device.close()
+
+
+def test_where_the_emulated_npu_cannot_be_built_the_reason_is_stated(monkeypatch):
+    def install():
+        raise BuildError("/cache cannot be written")
+
+    monkeypatch.setattr("fusion.npu.emulator.install", install)
+    with pytest.warns(
+        UserWarning, match="not available: /cache cannot be written. Counting plain CPU tensors instead.$"
+    ):
+        device = open_device("emulated")
+    try:
+        assert device.describe().startswith("CPU tensors counted by a ledger (no emulated NPU: logs say why), ")
+    finally:
+        device.close()
 
 
 def test_the_ledger_counts_capacity_owners_and_resizes(ledger):
