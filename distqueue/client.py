@@ -132,7 +132,7 @@ class DistQueue(SampleQueue):
             try:
                 self._locate(ids, columns)  # raises, naming the sample that has ended and how
             except SamplesLost as error:
-                where = next((f"; {one}" for one in damage if error.ids[0] in one.ids), "")
+                where = next((f"; {report}" for report in damage if error.ids[0] in report.ids), "")
                 raise SamplesLost(error.ids, f"{error}{where}") from None
         return batch
 

@@ -182,10 +182,10 @@ def unmet_torch(name: str) -> list[str]:
     torch_version = version_of("torch") or "0"
     required = [Requirement(text) for text in importlib.metadata.requires(name) or ()]
     return [
-        f"{name} needs {one.name}{one.specifier}, found {torch_version}"
-        for one in required
-        if one.name == "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))
-        if not one.specifier.contains(torch_version, prereleases=True)
+        f"{name} needs {needed.name}{needed.specifier}, found {torch_version}"
+        for needed in required
+        if needed.name == "torch" and (needed.marker is None or needed.marker.evaluate({"extra": ""}))
+        if not needed.specifier.contains(torch_version, prereleases=True)
     ]
 
 

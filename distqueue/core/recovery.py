@@ -60,7 +60,7 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
     for (number, path), late in fields["committed"]:
         core.remember_put(number, path, tuple(late))
-    core.lost = [LostSample(*one) for one in fields["lost"]]
+    core.lost = [LostSample(*sample) for sample in fields["lost"]]
     core.recovered = True
     return core
 

@@ -176,7 +176,7 @@ def train_rate(roofline: Roofline, sequences: int, length: int, recompute: bool 
     tokens, pairs = MICRO_BATCHES * micro_batch, MICRO_BATCHES * sequences * attention_pairs(length)
     free = Roofline(roofline.shape, replace(roofline.hardware, operators="plain"), parallel)
     seconds, without_launches = (
-        one.train_step_s(tokens, pairs, micro_batch, recompute=recompute) for one in (roofline, free)
+        costs.train_step_s(tokens, pairs, micro_batch, recompute=recompute) for costs in (roofline, free)
     )
     limit = LAUNCHES if seconds > without_launches else CARD
     return Rate(tokens * parallel.replicas / seconds / parallel.world, seconds / MICRO_BATCHES, limit)
@@ -196,4 +196,4 @@ def plan_rates(setup: Setup) -> dict[str, Rate]:
 def published_rates(setup: Setup) -> list[tuple[Published, Rate]]:
     """Return what is published of the plan's model and card, each with the prediction under its conditions."""
     of_plan = (one for one in PUBLISHED if (one.shape, one.hardware) == (setup.shape.name, setup.hardware.name))
-    return [(one, one.predicted(setup.shape, setup.hardware)) for one in of_plan]
+    return [(system, system.predicted(setup.shape, setup.hardware)) for system in of_plan]

@@ -95,7 +95,7 @@ def estimate(setup: Setup) -> SetupEstimate:
     there = switch_traffic(setup.shape, train, infer, topology=topology).times(share)
     back = switch_traffic(setup.shape, infer, train, topology=topology).times(share)
     slow = replace(setup, hardware=pessimistic(setup.hardware))
-    switches, slow_switches = ((to_infer(one, there, sizes), to_train(one, back, sizes)) for one in (setup, slow))
+    switches, slow_switches = ((to_infer(side, there, sizes), to_train(side, back, sizes)) for side in (setup, slow))
     return SetupEstimate(
         setup=setup,
         memory=sizes,

@@ -202,7 +202,7 @@ class EnvPool(GuardedPool[EnvChild]):
         id = work.order.id
         child = self._home.get(id)
         if isinstance(work.order, EndOrder):
-            self._waiting = deque(one for one in self._waiting if one.order.id != id)
+            self._waiting = deque(posted for posted in self._waiting if posted.order.id != id)
             if child is not None:
                 self._forget(id)
                 child.open = {n: one for n, one in child.open.items() if one.order.id != id}

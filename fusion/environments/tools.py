@@ -65,7 +65,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if "enum" in schema:
         return any(type(value) is type(one) and value == one for one in schema["enum"])
     if "anyOf" in schema:
-        return any(fits(value, one) for one in schema["anyOf"])
+        return any(fits(value, kind) for kind in schema["anyOf"])
     kind = JSON_TYPES.get(type(value))
     if kind != schema["type"]:
         return kind == "integer" and schema["type"] == "number"

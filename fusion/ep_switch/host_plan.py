@@ -87,8 +87,8 @@ def _part(plan: Plan, rank: int) -> dict[str, Any]:
     fields = {name: getattr(plan, name) for name in ("bucket_bytes", "keep", "digest", "relays", "parks")}
     fields |= {name: own(getattr(plan, name)) for name in ("hosted", "shared", "unread")}
     rounds = [
-        (one.of(rank), one.exchange, *map(own, (one.allocate_before, one.release_after, one.restore_before)))
-        for one in plan.rounds
+        (step.of(rank), step.exchange, *map(own, (step.allocate_before, step.release_after, step.restore_before)))
+        for step in plan.rounds
     ]
     return fields | {"topology": astuple(plan.topology), "rounds": rounds, "unites": plan.max_united, "rank": rank}
 

@@ -119,14 +119,14 @@ class Round:
 
 def united(rounds: Sequence[Round]) -> Round:
     """Return successive rounds, to which nothing is restored, as one."""
-    assert not any(one.restore_before for one in rounds)
-    moves = [one.moves for one in rounds]
+    assert not any(step.restore_before for step in rounds)
+    moves = [step.moves for step in rounds]
     ends, pieces = (np.concatenate(parts) for parts in ([move.ends for move in moves], [move.pieces for move in moves]))
     return Round(
         Moves(ends, pieces, moves[0].complete),
-        any(one.exchange for one in rounds),
-        tuple(chain.from_iterable(one.allocate_before for one in rounds)),
-        tuple(chain.from_iterable(one.release_after for one in rounds)),
+        any(step.exchange for step in rounds),
+        tuple(chain.from_iterable(step.allocate_before for step in rounds)),
+        tuple(chain.from_iterable(step.release_after for step in rounds)),
     )
 
 

@@ -125,7 +125,7 @@ def plan_batch(step: EngineStep, cache: KVCache, invariant: bool = False, size: 
     """Plan the tensors of a step; with ``size`` it only decodes."""
     context, page_size, heads = cache.context, cache.page_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
-    paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
+    paths: list[Piece] = [piece for draft in step.verified for piece in _paths(draft)]
     paged_paths = invariant or cache.reads_blocks
     before, behind = (paths, []) if paged_paths else ([], paths)
     decodes = step.decodes + step.decodes[-1:] * (size.rows - len(step.decodes) if size else 0)

@@ -65,7 +65,7 @@ class SamplingConfig(Group, path="rollout.sampling"):
 
     def check(self, check: Checks) -> None:
         check_sampling(check.group, self)
-        texts = all(isinstance(one, str) and one and not WRITTEN_LINE_END.search(one) for one in self.stop)
+        texts = all(isinstance(text, str) and text and not WRITTEN_LINE_END.search(text) for text in self.stop)
         check.that("stop", texts, "a list of texts, none of them empty, with a line end (bash: $'\\n') instead of \\n")
         spread = self.forced_spread
         known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)

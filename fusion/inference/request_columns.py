@@ -65,7 +65,7 @@ def from_columns(columns: Mapping[str, Any]) -> list[Request]:
     values = {name: columns[name] for name in OWN}
     for name in SHARED:
         distinct, indices = columns[name]
-        decoded = [decode[name](one) for one in distinct]
+        decoded = [decode[name](value) for value in distinct]
         values[name] = [decoded[index] for index in indices]
     return [Request(*row) for row in zip(*(values[name] for name in FIELDS), strict=True)]
 

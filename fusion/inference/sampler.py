@@ -52,8 +52,8 @@ def noise_of(sampled: list[Sequence], verified: list[Verification], seed: int) -
     noise = np.array([seq.noise.pop() for seq in sampled])
     if not verified:
         return noise
-    keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
-    positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
+    keys = np.array([draft.seq.noise_key for draft in verified], np.uint64).repeat([len(draft) for draft in verified])
+    positions = np.concatenate([len(draft.seq.tokens) + np.array(draft.depths) for draft in verified])
     return np.concatenate([noise, uniforms(seed, keys, positions)])
 
 

@@ -96,7 +96,7 @@ class Scheduler:
             room = self.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
             verified = plan_verifications(decodes, self.drafter, self.blocks, max_tokens=room)
             if verified:
-                with_draft = {id(one.seq) for one in verified}
+                with_draft = {id(draft.seq) for draft in verified}
                 decodes = [seq for seq in decodes if id(seq) not in with_draft]
         return EngineStep(
             decodes=decodes,
@@ -108,7 +108,7 @@ class Scheduler:
             ],
             restored=restored,
             verified=verified,
-            copied=[pair for one in verified for pair in one.copies(size)],
+            copied=[pair for draft in verified for pair in draft.copies(size)],
             shared_prefill=shared_prefill,
         )
 

@@ -163,7 +163,7 @@ class EngineStep:
     @property
     def drawn(self) -> list[Sequence]:
         """The sequence of each token that is sampled: ``sampled``, then the rows of ``verified``."""
-        return self.sampled + [one.seq for one in self.verified for _ in range(len(one))]
+        return self.sampled + [draft.seq for draft in self.verified for _ in range(len(draft))]
 
     @property
     def kind(self) -> str:

@@ -74,7 +74,7 @@ class WaitingLine(Generic[Waiting]):
         removed = [seq for seq in self if chosen(seq)]
         gone = set(map(id, removed))
         self.held = [seq for seq in self.held if id(seq) not in gone]
-        self._heap = [one for one in self._heap if id(one[2]) not in gone]
+        self._heap = [item for item in self._heap if id(item[2]) not in gone]
         heapq.heapify(self._heap)
         return removed
 

@@ -82,7 +82,7 @@ class Up:
         if len(blocks) == 1:
             return self.operators.head_linear(x_NHC, blocks[0], self.row_multiple)
         heads = x_NHC.split([len(block) for block in blocks], dim=1)
-        outs = [self.operators.head_linear(*one, self.row_multiple) for one in zip(heads, blocks, strict=True)]
+        outs = [self.operators.head_linear(*head, self.row_multiple) for head in zip(heads, blocks, strict=True)]
         return torch.cat(outs, dim=1)
 
 

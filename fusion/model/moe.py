@@ -113,7 +113,7 @@ class MoE(nn.Module):
             experts = {str(e): Expert(below(f"experts.{e}.", weights)) for e in self.local_experts}
             self.experts = nn.ModuleDict(experts)
             gate_up, down = [expert.gate_up for expert in experts.values()], [one.down for one in experts.values()]
-            self._matrices = [base_of(one) for one in gate_up], [base_of(one) for one in down]
+            self._matrices = [base_of(matrix) for matrix in gate_up], [base_of(matrix) for matrix in down]
             self._cut = not all(isinstance(matrix, nn.Parameter) for matrices in self._matrices for matrix in matrices)
         self._adapters = [ExpertAdapters.of(each, stacked) for each in (gate_up, down)]
         shared = below("shared.", weights)

@@ -97,7 +97,7 @@ class PartialSamples:
                 for row, columns in columns_by_row.items()
             }
         lost = [request for request in requests if request.earlier and request.earlier not in columns_by_row]
-        lose_rows(self._queue, {one.id: one.group for one in lost})
+        lose_rows(self._queue, {output.id: output.group for output in lost})
         return [
             _resume(request, columns_by_row[request.earlier]) if request.earlier else request
             for request in requests
@@ -112,9 +112,9 @@ class PartialSamples:
             if not output.tokens:
                 self._cached.pop(output.earlier, None)
         columns_by_row = self._take_earlier([*finished, *grown])
-        lost = [one for one in (*finished, *grown) if one.earlier and one.earlier not in columns_by_row]
+        lost = [output for output in (*finished, *grown) if output.earlier and output.earlier not in columns_by_row]
         if lost:
-            lost_ids = {one.request_id: one.group for one in lost}
+            lost_ids = {output.request_id: output.group for output in lost}
             lose_rows(self._queue, lost_ids)
             finished, grown, suspended = (
                 [one for one in outputs if one.request_id not in lost_ids] for outputs in (finished, grown, suspended)
@@ -163,13 +163,13 @@ class PartialSamples:
         self.put(
             [
                 Output(
-                    parse_row(one.row)[0],
-                    one.group,
-                    one.prompt,
-                    finish_reason="turn" if one.continues else "length" if one.cut else "stop",
-                    earlier=one.row,
+                    parse_row(output.row)[0],
+                    output.group,
+                    output.prompt,
+                    finish_reason="turn" if output.continues else "length" if output.cut else "stop",
+                    earlier=output.row,
                 )
-                for one in ended
+                for output in ended
             ]
         )
 
@@ -188,8 +188,8 @@ class PartialSamples:
         self, resumed: Sequence[Request | Output], columns: Sequence[str]
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Return the columns of earlier rows, with observations where there are any, without rows that are lost."""
-        columns_by_row = read_rows(self._queue, [one.earlier for one in resumed if one.earlier], columns)
-        observed = [one.earlier for one in resumed if one.observation and one.earlier in columns_by_row]
+        columns_by_row = read_rows(self._queue, [request.earlier for request in resumed if request.earlier], columns)
+        observed = [request.earlier for request in resumed if request.observation and request.earlier in columns_by_row]
         observations = read_rows(self._queue, observed, [OBSERVATION])
         for row in observed:
             if row in observations:

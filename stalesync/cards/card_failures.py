@@ -156,9 +156,9 @@ class CardFailures:
         for stage in (running, *others):
             for rank in {*stage.ranks} - {*stage.results}:
                 stages.setdefault(rank, set()).add(stage.stage)
-        engines = self._deaths.observe_failures([one.failure for one in failed], stages)
+        engines = self._deaths.observe_failures([failure.failure for failure in failed], stages)
         for engine in engines:
-            of_engine = [one for one in failed if one.failure.rank in self._engines[engine]]
+            of_engine = [failure for failure in failed if failure.failure.rank in self._engines[engine]]
             self._dead[engine] = str(self._error(root_cause(of_engine)))
             self._down.add(engine)
         for engine in engines:
@@ -171,7 +171,7 @@ class CardFailures:
                     self._abandon(stage)
                 elif others_wait and stage in transfers:
                     self._break_off(stage, ranks)
-        return ([], "") if engines else (failed, self._deaths.why_not([one.failure for one in failed], stages))
+        return ([], "") if engines else (failed, self._deaths.why_not([failure.failure for failure in failed], stages))
 
     def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
         """Expect of a transfer only its end on cards not in ``lost``, and nothing of what follows there."""

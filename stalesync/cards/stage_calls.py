@@ -93,7 +93,7 @@ def gather_causes(call: FailedStage, running: Sequence[RunningStage[Any]]) -> li
     ends its stage, which is to be named. If none fails within `GATHER_FAILURES_S`, the control call's."""
     pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
     failed = first_of_each_card([*_failures_of(pending, GATHER_FAILURES_S)])
-    return [one for one in failed if not is_consequence(one)] or [call]
+    return [failure for failure in failed if not is_consequence(failure)] or [call]
 
 
 def first_of_each_card(reported: Sequence[Reported]) -> list[FailedStage]:

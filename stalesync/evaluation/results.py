@@ -98,7 +98,7 @@ def estimates_of(
     by_term = {name: [[(answer.terms or {})[name] for answer in answers] for answers in scored] for name in terms}
     estimates |= {f"reward/{name}/mean@{samples}": _mean_of_prompts(parts) for name, parts in by_term.items()}
     graded = by_term[next(iter(by_term))] if by_term else rewards
-    counts = [(len(one), sum(reward >= pass_reward for reward in one)) for one in graded]
+    counts = [(len(grade), sum(reward >= pass_reward for reward in grade)) for grade in graded]
     passed = {count: pass_at_each(*count) for count in {*counts}}
     for k in range(1, samples + 1):
         by_prompt = [passed[count][k - 1] for count in counts if count[0] >= k]

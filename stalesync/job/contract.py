@@ -53,7 +53,7 @@ def _misfit_of_call(dotted: str, function: ast.AST, call: ast.Call, bound: bool)
         return f"{dotted} is no function"
     arguments = function.args
     static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
-    positional = [one.arg for one in [*arguments.posonlyargs, *arguments.args]][bound and not static :]
+    positional = [arg.arg for arg in [*arguments.posonlyargs, *arguments.args]][bound and not static :]
     optional = set(positional[len(positional) - len(arguments.defaults) :] if arguments.defaults else ())
     by_name = [arg.arg for arg in arguments.kwonlyargs]
     defaults = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -83,7 +83,7 @@ def _misfit_of_parameters(dotted: str, function: ast.AST, call: ast.Call) -> str
     if not isinstance(function, Function):
         return f"{dotted} is no function"
     arguments = function.args
-    names = [one.arg for one in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+    names = [arg.arg for arg in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
     wanted = [ast.unparse(arg) for arg in call.args]
     others = wanted[-1:] == ["*_"]
     if names[: len(wanted) - others] != wanted[: len(wanted) - others] or not others and len(names) != len(wanted):
@@ -146,7 +146,7 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
             yield node.target.id, node
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                names = (one for one in ast.walk(target) if isinstance(one, ast.Name))
+                names = (node for node in ast.walk(target) if isinstance(node, ast.Name))
                 yield from ((name.id, node) for name in names if isinstance(name.ctx, ast.Store))
         elif isinstance(node, ast.ImportFrom | ast.Import):
             yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)

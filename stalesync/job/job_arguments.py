@@ -132,7 +132,7 @@ def job_config(
     base = _base(conf, tuple(defaults))
     unread = unread_keys(config, base, command)
     if unread and not arguments.for_job:
-        value, only = (as_yaml(value_of(one, unread[0])) for one in (config, base))
+        value, only = (as_yaml(value_of(side, unread[0])) for side in (config, base))
         raise ValueError(f"{unread[0]}={value}: expected {only}, as {command}.py does not model this key")
     stated = {override.split("=")[0] for override in arguments.overrides}
     assumed = [default for default in defaults if default.split("=")[0] not in stated]

@@ -90,9 +90,9 @@ def check_used(config: Any) -> None:
 def without_effect(config: Any) -> list[str]:
     """Describe the keys that are changed, have no effect and are not refused."""
     return [
-        f"{path}.{one.name}={as_yaml(one.value)} has no effect with {one.where}, only with {one.use.conditions(path)}"
+        f"{path}.{key.name}={as_yaml(key.value)} has no effect with {key.where}, only with {key.use.conditions(path)}"
         for path, group in groups_of(config)
-        for one in unused(group, path, config)
+        for key in unused(group, path, config)
     ]
 
 

@@ -127,7 +127,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
         if damage is None:
             newer = [one for number, one in unmarked_checkpoints(folder).items() if number > step]
             lines = [_set_aside(bad, f"is damaged: {why}", "damaged", resumed=path) for bad, why in damaged.items()]
-            return path, lines + [_pass_over(one, resumed=path) for one in newer]
+            return path, lines + [_pass_over(step, resumed=path) for step in newer]
         damaged[path] = damage
     listed = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
     key = "model.adapter" if (folder / "hf" / ADAPTER).is_file() else "model.path"

@@ -147,7 +147,7 @@ class Conversing:
         """Number of completed conversations whose samples have not arrived, and of branches that are not completed."""
         entries = self._admission.buffer.entries
         self._completing = {id for id in self._completing if id in entries and entries[id].state == "away"}
-        return len(self._completing) + sum(one.continues for one in self._to_complete.values())
+        return len(self._completing) + sum(command.continues for command in self._to_complete.values())
 
     def end(self, finished: Iterable[Sample]) -> None:
         if ids := [sample.id for sample in finished]:
@@ -166,16 +166,16 @@ class Conversing:
         failed = [group for group in self.conversations.failed if group not in self._groups.prompts]
         taken = self.conversations.take(ids)
         self.conversations.take([id for group in failed for id in self._groups.ids_of(group)])  # which never arrived
-        metrics.spread("env/num_turns", [one.num_turns for one in taken])
-        if any(one.begins for one in taken):
-            metrics.spread("env/num_branches", [len(one.begins) + 1 for one in taken])
-        metrics.spread("env/num_tool_calls", [one.num_tool_calls for one in taken])
-        metrics.spread("env/seconds", [one.seconds for one in taken])
+        metrics.spread("env/num_turns", [conversation.num_turns for conversation in taken])
+        if any(conversation.begins for conversation in taken):
+            metrics.spread("env/num_branches", [len(conversation.begins) + 1 for conversation in taken])
+        metrics.spread("env/num_tool_calls", [conversation.num_tool_calls for conversation in taken])
+        metrics.spread("env/seconds", [conversation.seconds for conversation in taken])
         metrics.add("env/retries_total", self.conversations.take_num_retries())
         metrics.add("env/failed", 0, rule="sum")
         metrics.update(self._metrics.result())
         self._metrics = Metrics()
-        return {one.id: one for one in taken}
+        return {conversation.id: conversation for conversation in taken}
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON, between two steps."""
@@ -190,7 +190,7 @@ class Conversing:
         """Whether a finished sample of a group has not arrived that was completed here, or a branch is not yet."""
         if not self.num_completing:
             return False
-        is_left = any(one.group == group for one in self._to_complete.values())
+        is_left = any(command.group == group for command in self._to_complete.values())
         return is_left or not self._completing.isdisjoint(self._groups.ids_of(group))
 
     def _observe_turns(self, entries: Sequence[Entry]) -> None:
@@ -230,8 +230,8 @@ class Conversing:
         row is lost."""
         appended, self._to_append = self._to_append, []
         if appended:
-            rows = [self._admission.buffer.entries[one.id].earlier for one in appended]
-            column = Column.of_numbers([one.tokens for one in appended], torch.int64, OBSERVATION)
+            rows = [self._admission.buffer.entries[command.id].earlier for command in appended]
+            column = Column.of_numbers([command.tokens for command in appended], torch.int64, OBSERVATION)
             self._queue.put(PackedBatch.from_samples(rows, {OBSERVATION: column}))
         for one in appended:
             self._admission.observe_returned(one.id, len(one.tokens))

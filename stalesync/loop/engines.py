@@ -199,5 +199,5 @@ class Engines:
             self.admission.observe_stopped(engine, ())
         if not recovered.suspended:
             return "it had no unfinished requests"
-        kept = sum(one.generated for one in recovered.suspended)
+        kept = sum(sample.generated for sample in recovered.suspended)
         return f"{len(recovered.suspended)} requests moved to other engines ({kept} tokens kept)"

@@ -87,7 +87,7 @@ class EvaluatedTurns:
     def answered(self) -> list[str]:
         """The ids by which engines know what has ended."""
         ended = [self.conversations.of(id) for id in self.answers if id in self.conversations]
-        return [branch_id(one.id, branch) for one in ended for branch in range(len(one.begins) + 1)]
+        return [branch_id(output.id, branch) for output in ended for branch in range(len(output.begins) + 1)]
 
     def observe(self, answers: Mapping[str, EvalAnswer]) -> None:
         """Record answers of the engines: conversations whose turn has ended are away, the others have ended."""

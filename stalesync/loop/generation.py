@@ -160,7 +160,7 @@ class Generation:
         """Wait until an engine has stopped; return its unfinished requests. Raise EnginesLost if it has died."""
         reports = self._cards.wait(self._running.pop(engine))
         self._take_reports(reports)
-        suspended = [one for report in reports for one in report.suspended]
+        suspended = [sample for report in reports for sample in report.suspended]
         first = self._spec.engines[engine][0]
         asked = {first: self._asked_chunks.pop(first)} if first in self._asked_chunks else {}
         while asked:  # answered when the stage ends

@@ -277,7 +277,7 @@ class Conversations:
     def take(self, ids: Collection[str]) -> list[Conversation]:
         """Remove conversations of ended groups, and return them."""
         taken = [self._by_id.pop(id) for id in ids if id in self._by_id]
-        for group in {one.group for one in taken}:
+        for group in {conversation.group for conversation in taken}:
             self._members.pop(group, None)
             self.failed.pop(group, None)
         return taken

@@ -188,7 +188,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
     if not isinstance(value, (list, tuple, dict)):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)
+    return levels == 0 or any(_is_deeper(path, levels - 1) for path in inner)
 
 
 def _is_json(value: Any) -> bool:

@@ -101,8 +101,8 @@ def replay(drafter: TextDrafter, name: str, prompt: int, texts: Sequence[Tokens]
                     node, accepted = child + 1, accepted + 1
             kept.add(num_finished, accepted)
             seq.tokens += text[at : at + accepted + 1]
-        ended = [one for one in running if len(one[0].tokens) - one[0].first_token == len(one[1])]
-        running = [one for one in running if one not in ended]
+        ended = [pair for pair in running if len(pair[0].tokens) - pair[0].first_token == len(pair[1])]
+        running = [pair for pair in running if pair not in ended]
         for seq, _ in ended:
             drafter.end(seq)
 

@@ -212,7 +212,7 @@ class SimulatedRun:
             record.work.generate(one.prompt_tokens, one.response_tokens, scale, self.setup.environment)
             record.work.train(whole[one.group], self.setup.trainer)
         record.work.updates = config.algorithm.minibatches if update and groups else 0
-        record.tokens += sum(sum(one.sample_tokens) for one in whole.values())
+        record.tokens += sum(sum(prompt.sample_tokens) for prompt in whole.values())
         if groups:
             reference = self.setup.reference is not None and self.setup.worker.reference is None
             self._call(len(self.setup.worker.deployment.train) * (1 + reference))

@@ -45,7 +45,7 @@ class Stages:
     def run(self, name: str) -> StageResult:
         """Run a stage and report it."""
         if name != "doctor" and self.missing:
-            return StageResult(name, SKIPPED, error=f"missing: {', '.join(one.name for one in self.missing)}")
+            return StageResult(name, SKIPPED, error=f"missing: {', '.join(problem.name for problem in self.missing)}")
         if name not in ("doctor", "device") and self.cards is None:
             return StageResult(name, SKIPPED, error="the stage device found no card")
         start = time.monotonic()

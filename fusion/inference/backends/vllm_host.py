@@ -78,7 +78,7 @@ def pad_heads() -> None:
     spec_of, init, update, forward = layer.get_kv_cache_spec, impl.__init__, impl.do_kv_cache_update, impl.forward
 
     def wide(width: int) -> int:
-        return min(one for one in widths if one >= width)
+        return min(known for known in widths if known >= width)
 
     def get_kv_cache_spec(self: Any, *args: Any) -> Any:
         spec = spec_of(self, *args)

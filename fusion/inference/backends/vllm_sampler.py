@@ -65,7 +65,7 @@ class KeyedSampler(nn.Module):
         """Return token, logprob and kept ids of requests, by request id; each is given with its first row."""
         sequences, verified = [seq for _, seq in single], [one for _, one in drafted]
         rows = [row for row, _ in single] + [row + i for row, one in drafted for i in range(len(one))]
-        params = [seq.params for seq in sequences] + [one.seq.params for one in verified for _ in one.tokens]
+        params = [seq.params for seq in sequences] + [draft.seq.params for draft in verified for _ in draft.tokens]
         chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
         drawn = sample(chosen, params, noise_of(sequences, verified, self._seed))
         results = list(zip(drawn.tokens, drawn.logprobs, drawn.kept or [b""] * len(rows), strict=True))

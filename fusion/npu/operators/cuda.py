@@ -50,7 +50,7 @@ class Cuda(Plain):
         key = operator, about
         allowed = self._allowed.get(key)
         if allowed is None:
-            broken = [one for arguments in calls for one in limits.beyond(operator, arguments)]
+            broken = [problem for arguments in calls for problem in limits.beyond(operator, arguments)]
             if broken:
                 self._report(f"{operator}: {'; '.join(broken)}: composed of other operators")
             allowed = self._allowed[key] = not broken
