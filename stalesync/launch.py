@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueOptions
@@ -347,7 +348,7 @@ def how_to_resume(folder: RunFolder) -> str:
     saved = complete_checkpoints(folder.path)
     if not saved:
         return "no checkpoint was saved: the same command begins again"
-    return f"continue from step {max(saved)}: the same command with run.name={folder.name} run.resume=true"
+    return f"continue from step {max(saved)}: the same command with {quote(f'run.name={folder.name}')} run.resume=true"
 
 
 def next_steps(config: Config, folder: RunFolder) -> list[str]:
@@ -360,8 +361,8 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
         stated = config.training.peak_lr / 2
         rate = f" training.lr={stated:g} (its rate has decayed to 0; it decays again from the one stated)"
     return [
-        f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}{rate}",
-        as_called(f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN"),
+        f"continue: {quote(f'run.name={folder.name}')} run.resume=true run.steps={2 * config.run.steps}{rate}",
+        as_called(f"compare with another run: python scripts/report.py {quote(str(folder.path))} OTHER_RUN"),
         *(recipes if (RECIPES / "long_answers.sh").is_file() else ()),  # a wheel has none
         "your own reward: reward.path=FILE.py:FUNCTION",
     ]

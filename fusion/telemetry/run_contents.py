@@ -24,6 +24,7 @@ runs/<name>/config.yaml       the resolved configuration
 
 import re
 from pathlib import Path
+from shlex import quote
 
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
 
@@ -72,7 +73,7 @@ def describe(path: Path | str) -> list[str]:
         "report.html": "curves, cards, memory and samples; open it in a browser",
         "config.yaml": "the resolved configuration",
         METRICS: f"{steps} steps, one JSON object each",
-        "tensorboard/": f"tensorboard --logdir {path / 'tensorboard'}",
+        "tensorboard/": f"tensorboard --logdir {quote(str(path / 'tensorboard'))}",
         SAMPLES: "samples of every step with their rewards",
         GROUPS: "how every group of samples has ended",
         EVALUATIONS: "every evaluation by file, with confidence intervals",

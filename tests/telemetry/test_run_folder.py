@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -346,3 +347,11 @@ def test_describe_names_only_what_is_there(tmp_path):
         lines = describe(run.path)
     assert [line.split()[0] for line in lines[1:]] == ["metrics.jsonl", "tensorboard/", "checkpoints/", "hf/"]
     assert "4 kept: step-9, step-10, step-100" in lines[3], "by number, without the one that is not complete"
+
+
+def test_a_command_of_the_report_can_be_pasted_whatever_the_folder_is_called(tmp_path):
+    with RunFolder(tmp_path / "my runs", "run") as run:
+        (run.path / "tensorboard").mkdir(exist_ok=True)
+        (run.path / "tensorboard" / "events").touch()
+        (line,) = [line for line in describe(run.path) if "--logdir" in line]
+        assert shlex.split(line)[1:] == ["tensorboard", "--logdir", str(run.path / "tensorboard")]
