@@ -9,8 +9,7 @@ that launches most (tp2ep2), and the copies for which the host waits in a whole 
 the forward and the backward pass of one micro-batch of sequences of different lengths, and how often the host waits in
 a layer; where routing is replayed, with recomputation.
 
-contracts: calls of Ascend's operators that are checked against the wheels of torch_npu, which it downloads, and those
-that do not fit their schemas, Meta kernels or documented limits.
+contracts: calls of Ascend's operators that are checked against torch_npu's wheels, which it downloads; those that fail.
 """
 
 from benchmarks.harness import Arguments, Benchmark, Figures, Option
