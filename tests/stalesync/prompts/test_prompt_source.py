@@ -110,6 +110,19 @@ def test_rows_of_a_file_carry_answer_and_fields(tokenizer, jsonl, tmp_path):
         assert prompts[3].ids == tuple(tokenizer("1111")["input_ids"])
 
 
+def test_objects_of_a_parquet_file_keep_their_own_fields_only(tmp_path):
+    def chat(**arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        user = {"role": "user", "content": "1"}
+        return [user, {"role": "assistant", "content": "2", "tool_calls": [call]}, user]
+
+    chats = [chat(x=1), chat(y="z")]
+    datasets.Dataset.from_dict({"q": chats, "a": ["1", "2"]}).to_parquet(file := tmp_path / "rows.parquet")
+    config = DataConfig(source=str(file), prompt_field="q", answer_field="a")
+    rows = files.FileRows(config, 0, check=lambda rows: [1] * len(rows))
+    assert [rows.row(index).prompt for index in rows.indices] == chats
+
+
 @pytest.mark.parametrize("value", [datetime.date(2026, 1, 2), Decimal("0.5"), b"bytes", [datetime.time(3)]])
 def test_a_column_that_a_checkpoint_cannot_keep_is_refused_by_name(tokenizer, tmp_path, value):
     import pyarrow
