@@ -153,22 +153,18 @@ class SimulatedEngine:
             else:
                 self._stop()
             return
-        while True:
-            plans = {rank: plan for rank in sorted(self._preparing) if (plan := self._plan(rank))}
-            self._preparing &= plans.keys()
-            if plans:
-                self._prefill(plans)
-                return
-            if count := self._steps_to_event():
-                self._decode(count)
-                return
+        full = {number for number in self._overcommitted if not self.ranks[number].steps_until_full(self.step, 1)}
+        plans = {number: self._plan(number) for number in sorted(self._preparing | full)}
+        self._preparing = {number for number, plan in plans.items() if plan or plan.preempted}
+        if any(plans.values()):
+            self._prefill({number: plan for number, plan in plans.items() if plan})
+        else:
+            self._decode(1 if self._preparing else self._steps_to_event())
 
     def _plan(self, number: int) -> PrefillPlan:
         """Plan what a rank prefills in the next step."""
-        rank = self.ranks[number]
-        preemptions = rank.preemptions
-        plan = rank.plan(self.step)
-        if rank.preemptions > preemptions:
+        plan = self.ranks[number].plan(self.step)
+        if plan.preempted:
             self._refresh(number)
         return plan
 
@@ -241,17 +237,11 @@ class SimulatedEngine:
         self._end_step()
 
     def _steps_to_event(self) -> int:
-        """Return the number of steps in which every rank only decodes; 0: one must be planned again."""
+        """Return the number of steps in which every rank only decodes, and all find blocks."""
         assert self._end_of_rank, "nothing decodes, and nothing is to be prefilled"
         num_steps = min(self._end_of_rank.values()) - self.step
-        for number in sorted(self._overcommitted):
-            rank = self.ranks[number]
-            steps = rank.steps_until_full(self.step, num_steps)
-            if not steps:
-                rank.preempt(self.step)
-                self._refresh(number)
-                self._preparing.add(number)
-            num_steps = min(num_steps, steps)
+        for number in self._overcommitted:
+            num_steps = self.ranks[number].steps_until_full(self.step, num_steps)
         return num_steps
 
     def _decode(self, count: int) -> None:

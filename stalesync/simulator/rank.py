@@ -50,20 +50,23 @@ class Rank:
     def plan(self, step: int) -> PrefillPlan:
         """Begin prefills and waiting requests as far as there is room; return what step number ``step`` computes
         beside its decodes. `finish` must follow."""
-        plan, preempted = PrefillPlan(), self.preempt(step)
-        plan.last = [seq for seq in self.prefilling if seq.computed + 1 == seq.length]
-        for seq in plan.last:
-            self._grow(seq, 1)
-        budget = self.limits.max_batch_tokens - self.decodes.num - len(plan.last)
+        plan = PrefillPlan(preempted=self._make_room(step))
+        budget = self.limits.max_batch_tokens - self.decodes.num
         for seq in list(self.prefilling):
-            if seq.computed + 1 == seq.length:
-                continue
             count = min(seq.length - seq.computed, budget)
-            if count > 0:
+            if count <= 0:
+                continue
+            if self._used(step) + self._blocks(seq.computed + count) - self._blocks(seq.computed) > self._capacity:
+                self._preempt(seq, step)
+                plan.preempted = True
+                continue
+            if seq.computed + 1 == seq.length:
+                plan.last.append(seq)
+            else:
                 plan.chunks.append((seq, count))
-                self._grow(seq, count)
-                budget -= count
-        if not preempted:
+            self._grow(seq, count)
+            budget -= count
+        if not plan.preempted:
             self._admit(plan, budget, step)
         return plan
 
@@ -131,13 +134,16 @@ class Rank:
             seq.shared = 0
         self._cached.clear()
 
-    def preempt(self, step: int) -> bool:
+    def _make_room(self, step: int) -> bool:
         """Withdraw the newest sequences until the decodes of the step find blocks. Return whether there were any."""
         before = self.preemptions
         while self._used(step) > self._capacity and len(self.running) > 1:
-            self.withdraw(next(reversed(self.running)), step)
-            self.preemptions += 1
+            self._preempt(next(reversed(self.running)), step)
         return self.preemptions > before
+
+    def _preempt(self, seq: SimulatedSequence, step: int) -> None:
+        self.withdraw(seq, step)
+        self.preemptions += 1
 
     @property
     def overcommitted(self) -> bool:

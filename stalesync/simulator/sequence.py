@@ -93,12 +93,14 @@ class SimulatedSequence:
 @dataclass(slots=True)
 class PrefillPlan:
     """A rank's part of a step that prefills. ``last``: sequences whose prefill lacks one token, which decode it;
-    ``restored``: blocks whose KV is copied from the host."""
+    ``restored``: blocks whose KV is copied from the host; ``preempted``: whether sequences gave up their blocks: no
+    waiting request begins."""
 
     last: list[SimulatedSequence] = field(default_factory=list)
     chunks: list[tuple[SimulatedSequence, int]] = field(default_factory=list)
     shared_prefill: list[SimulatedSequence] = field(default_factory=list)
     restored: int = 0
+    preempted: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.last or self.chunks or self.shared_prefill)

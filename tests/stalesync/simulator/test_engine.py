@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion.colocate.paced import observe_load
@@ -154,10 +154,22 @@ def test_times_and_lengths_are_those_of_a_loop_over_the_steps(requests, ranks, s
     assert engine.decoded_tokens + engine.first_tokens == sum(tokens for _, tokens, _ in looped.values())
 
 
+WHILE_ANOTHER_PREFILLS = [
+    *[(0.0, 0, member, 66, response) for member, response in enumerate([16, 1, 1, 16])],
+    *[(0.0, 1, 0, 34, 1), (0.0, 1, 1, 34, 16), (0.0, 2, 0, 1, 1)],
+]
+"""A rank finds no block in a step in which another prefills."""
+WHILE_IT_PREFILLS = [(0.0, 0, 0, 51, 33), (0.0, 1, 0, 62, 46)]
+"""A rank finds no block for the next chunk of a prefill, and begins it again in the next step."""
+
+
 @settings(max_examples=40, deadline=None)
-@given(loads(), st.integers(1, 2), st.integers(9, 20), st.booleans())
-def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(requests, ranks, blocks, cache):
-    limits = EngineConfig(max_seqs=8, max_batch_tokens=4096, max_kv_tokens=16 * blocks, prefix_cache=cache)
+@given(loads(), st.integers(1, 2), st.integers(9, 20), st.sampled_from([16, 64, 4096]), st.booleans())
+@example(WHILE_ANOTHER_PREFILLS, 2, 9, 4096, False)
+@example(WHILE_IT_PREFILLS, 1, 10, 16, False)
+def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(requests, ranks, blocks, budget, cache):
+    batch_tokens = 4096 if cache else budget
+    limits = EngineConfig(max_seqs=8, max_batch_tokens=batch_tokens, max_kv_tokens=16 * blocks, prefix_cache=cache)
     looped = LoopedEngine(ranks, limits)
     looped.run(requests)
     ended, engine, _ = simulated(ranks, limits, requests)
