@@ -219,8 +219,8 @@ def _decode(device: Device, args: Arguments) -> Figures:
             generate(args.steps + 1)  # captures
         step_s = step_seconds(lambda tokens: timed(lambda: generate(tokens), device=device), args)
         engine.release_kv()
-        found = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
-        return progress(f"decode{', graphs' * graphs}", found)
+        figures = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
+        return progress(f"decode{', graphs' * graphs}", figures)
 
     figures = measured(graphs=False) | {"layers": layers, "table": device.operators.name}
     return figures | ({"graphs": measured(graphs=True)} if device.operators.name in STACKING else {})
@@ -281,8 +281,8 @@ def train(args: Arguments) -> Figures:
 
 def switch(args: Arguments) -> Figures:
     device = open_device(args.device, operators=args.operators)
-    found = offload.compared(device, min(device.memory().free // 8, 8 * args.copied_bytes), 8, args.rounds)
+    rates = offload.compared(device, min(device.memory().free // 8, 8 * args.copied_bytes), 8, args.rounds)
     return {
-        name: {"gb_per_s": one["gb_per_s"], "over_floor": one["seconds"] / found["floor"]["seconds"]}
-        for name, one in found.items()
+        name: {"gb_per_s": one["gb_per_s"], "over_floor": one["seconds"] / rates["floor"]["seconds"]}
+        for name, one in rates.items()
     }

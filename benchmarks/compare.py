@@ -93,10 +93,10 @@ def measure(args: Arguments) -> Figures:
         for name, (mode, options) in _modes(args).items():
             if mode.fusion == "separate":
                 mode = replace(mode, generating=work.best_split(ahead=mode.staleness > 0))
-            found = run(mode, workload, out, args.steps, options)
-            work = work or found
+            measured = run(mode, workload, out, args.steps, options)
+            work = work or measured
             split = {"generating": mode.generating} if mode.generating else {}
-            figures[name] = found.figures() | split | {"folder": str(found.home / "run")}
+            figures[name] = measured.figures() | split | {"folder": str(measured.home / "run")}
         figures["drafts"] = real(args)
         if args.simulated:
             path = (out / "simulated.json").resolve()
@@ -121,15 +121,15 @@ def write_page(figures: Figures, workload: Workload, path: Path) -> None:
 def _modes(args: Arguments) -> dict[str, tuple[Mode, Sequence[str]]]:
     """Return deployment and overrides of every paced run, by its name; `separate` last, without its split."""
     shared = (f"data.rows={args.prompts}",)
-    found: dict[str, tuple[Mode, Sequence[str]]] = {}
+    modes: dict[str, tuple[Mode, Sequence[str]]] = {}
     for fusion in sorted(args.deployments, key="separate".__eq__):
         for bound in args.bounds:
             generating = args.cards // 2 if fusion == "hybrid" else None
-            found[f"{fusion} s={bound}"] = Mode(fusion, bound, generating), (*shared, "algorithm.kl_coef=0.01")
+            modes[f"{fusion} s={bound}"] = Mode(fusion, bound, generating), (*shared, "algorithm.kl_coef=0.01")
     for name, (bound, options) in SCHEDULES.items():
         if bound in args.bounds:
-            found[name] = Mode("colocated", bound), (*shared, *options)
-    return found
+            modes[name] = Mode("colocated", bound), (*shared, *options)
+    return modes
 
 
 def table(figures: Figures, workload: Workload) -> dict[str, Any]:
@@ -145,15 +145,15 @@ def table(figures: Figures, workload: Workload) -> dict[str, Any]:
 
     def both(of: Callable[[Mapping[str, float]], str], *names: str) -> list[Cell]:
         sources = ((speed, "paced"), (simulated, "simulated"))
-        return [_cell(of(found), how) if {*names} <= found.keys() else NONE for found, how in sources]
+        return [_cell(of(rates), how) if {*names} <= rates.keys() else NONE for rates, how in sources]
 
     for name, one, other, known in RATIOS:
-        row(name, known, *both(lambda found: f"{found[one] / found[other]:.2f} ×", one, other))  # noqa: B023
+        row(name, known, *both(lambda rates: f"{rates[one] / rates[other]:.2f} ×", one, other))  # noqa: B023
     for live, drafts in figures.get("drafts", {}).items():
         rests = _cell(f"sequences of an engine: {live}; nine tenths of a text are known", "input")
         row(*DRAFTS, _cell(f"{drafts['ratio']:.2f} ×", "measured"), NONE, rests)
     for name in sorted({*speed, *simulated}):
-        cells = both(lambda found: f"{found[name]:,.0f}", name)  # noqa: B023
+        cells = both(lambda rates: f"{rates[name]:,.0f}", name)  # noqa: B023
         generating = figures.get(name, {}).get("generating")
         split = f", {generating} of which generate" if generating else ""
         row(f"tokens/s, {name}", TOKENS_PER_S.get(name, ""), *cells, _cell(size + split, "input"))

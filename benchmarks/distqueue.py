@@ -184,8 +184,8 @@ def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) ->
         return put | ray.get(getattr(reader, f"get_{peer}").remote(workload, what))
 
     sides = {peer: lambda round, peer=peer: trip(peer, round + 2) for peer in ("floors", *PEERS)}
-    found = in_turns(sides, rounds, warm_ups=2)
-    figures: Figures = {name: value for rows in found.values() for name, value in medians_of(rows).items()}
+    rows_by_side = in_turns(sides, rounds, warm_ups=2)
+    figures: Figures = {name: value for rows in rows_by_side.values() for name, value in medians_of(rows).items()}
     sizes, width = lengths(workload), 4 * len(COLUMNS)
     payload = figures["payload_bytes"] = int(sizes.sum()) * width
     figures["padded_bytes"] = int(sizes.max()) * len(sizes) * width

@@ -167,8 +167,8 @@ def texts(args: Arguments) -> Figures:
     problems, figures = list(_problems(args)), Figures()
     for name in ("tuned", "held_out"):
         half = [one for one in problems if one.held_out == (name == "held_out")]
-        found = rows_of(("siblings", "history", "both"), lambda source: drafted(half, source))  # noqa: B023
-        figures[name] = {"problems": len(half)} | found
+        rows = rows_of(("siblings", "history", "both"), lambda source: drafted(half, source))  # noqa: B023
+        figures[name] = {"problems": len(half)} | rows
     return figures
 
 
@@ -313,8 +313,8 @@ def small(args: Arguments) -> Figures:
     def measure(name: str) -> Figures:
         rates = partial(_rates, model, *CASES[name], args.small_prompts)
         sides = {side: lambda _, side=side: rates(side == "drafts") for side in ("drafts", "plain")}
-        found = in_turns(sides, args.rounds, warm_ups=0)
-        drafts, plain = ([max(column) for column in zip(*rates, strict=True)] for rates in found.values())
+        rates_by_side = in_turns(sides, args.rounds, warm_ups=0)
+        drafts, plain = ([max(column) for column in zip(*rates, strict=True)] for rates in rates_by_side.values())
         ratios = [one / other for one, other in zip(drafts, plain, strict=True)]
         return {"ratio": min(ratios)} | {f"epoch_{number}": ratio for number, ratio in enumerate(ratios, 1)}
 

@@ -142,12 +142,12 @@ class Side:
     def _dispatch(self) -> list[Request]:
         room = EngineRoom(round(MAX_REQUESTS * self.slots))
         params = SamplingParams(max_tokens=self.max_tokens, stop_token_ids=())
-        several, found = self.num_turns > 1, []
+        several, requests = self.num_turns > 1, []
         for entry in self.buffer.dispatch([0], room)[0] if self.buffer.num("waiting") else ():
             before: Any = dict(earlier=entry.earlier, observation=entry.observation)
             before |= dict(kv_rank=entry.kv[1] if entry.kv else None, exact_tokens=self.turn_tokens)
-            found.append(Request(entry.id, _prompt(entry.id), params, group=entry.group, turns=several, **before))
-        return found
+            requests.append(Request(entry.id, _prompt(entry.id), params, group=entry.group, turns=several, **before))
+        return requests
 
     def _answer(self) -> None:
         """Let the environments answer that are due; conversations that have all their turns end."""
@@ -188,7 +188,7 @@ def zero_latency(args: Arguments) -> Figures:
     """Compare conversations whose environment answers at once with responses of one turn."""
     turns = {"single": 1, "several": args.turns}
     sides = {name: lambda _, count=count: run(args, count) for name, count in turns.items()}
-    figures = {name: medians_of(found) for name, found in in_turns(sides, args.rounds, warm_ups=0).items()}
+    figures = {name: medians_of(rows) for name, rows in in_turns(sides, args.rounds, warm_ups=0).items()}
     return {"ratio": figures["several"]["tokens_per_s"] / figures["single"]["tokens_per_s"], **figures}
 
 

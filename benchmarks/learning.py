@@ -148,9 +148,9 @@ def quickstart(args: Arguments) -> Figures:
                 run = partial(train, folder / f"{fusion}-{seed}", options, command=["bash", "recipes/quickstart.sh"])
                 command_s, rows = timed_result(run)
                 rewards = [row["critic/rewards/mean"] for row in rows]
-                found = {"start": mean(rewards[:WINDOW]), "end": mean(rewards[-WINDOW:]), "base_s": base_s[seed]}
-                found |= {"steps_s": sum(row["timing_s/step"] for row in rows), "command_s": command_s}
-                figures[f"{fusion} {seed}"] = progress(f"{fusion}, seed {seed}", found)
+                curve = {"start": mean(rewards[:WINDOW]), "end": mean(rewards[-WINDOW:]), "base_s": base_s[seed]}
+                curve |= {"steps_s": sum(row["timing_s/step"] for row in rows), "command_s": command_s}
+                figures[f"{fusion} {seed}"] = progress(f"{fusion}, seed {seed}", curve)
             ends = [figures[f"{fusion} {seed}"]["end"] for seed in seeds]
             figures[fusion] = {"mean_end": mean(ends), "spread": pstdev(ends)}
     return figures

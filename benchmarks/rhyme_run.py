@@ -59,10 +59,10 @@ def measure(args: Arguments) -> Figures:
             rows = train(home, [*OPTIONS, *own, f"rollout.drafts.source={drafts}", *args.overrides], timeout_s=1200)
             files = (home / "run" / name for name in ("samples.jsonl", "groups.jsonl"))
             said, groups = (sorted(file.read_text().splitlines()) for file in files)
-            found = Run(rows, json.dumps([said, groups, [row["actor/grad_norm"] for row in rows]]))
-            seconds = {name: median(found.behind_first_epoch(f"timing_s/{name}")) for name in ("gen", "step")}
+            run = Run(rows, json.dumps([said, groups, [row["actor/grad_norm"] for row in rows]]))
+            seconds = {name: median(run.behind_first_epoch(f"timing_s/{name}")) for name in ("gen", "step")}
             progress(f"{drafts}, round {round + 1}", seconds)
-            return found
+            return run
 
         sides = {drafts: partial(run, drafts) for drafts in ("none", "both")}
         return _compared(in_turns(sides, args.rounds, warm_ups=0))

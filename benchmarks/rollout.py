@@ -233,12 +233,12 @@ def _drafts_of(drafts: DraftSpec, texts: str) -> DraftSpec:
 def orders(args: Arguments) -> Figures:
     queues, seeds, part = args.queues.split(","), range(1, args.seeds + 1), args.part_of_requests
     names = [name for name in ORDERS if not args.orders or name in args.orders.split(",")]
-    found = in_processes(_simulate, product(queues, names, seeds, (0.0, RUNAWAYS), (1, 2), [part], [""]))
+    runs = in_processes(_simulate, product(queues, names, seeds, (0.0, RUNAWAYS), (1, 2), [part], [""]))
     figures: Figures = {}
     for queue, runaways, epoch in product(queues, (0.0, RUNAWAYS), (1, 2)):
         by_mode = figures[f"{queue}, {runaways:.0%} runaways, epoch {epoch}"] = {}
         for mode in names:
-            pairs = [[found[queue, one, seed, runaways, epoch, part, ""] for one in (mode, "oracle")] for seed in seeds]
+            pairs = [[runs[queue, one, seed, runaways, epoch, part, ""] for one in (mode, "oracle")] for seed in seeds]
             ratios = [own.tokens_per_s / most.tokens_per_s for own, most in pairs]
             by_mode[mode] = {"ratio_to_oracle": mean(ratios), "lowest": min(ratios)}
     return figures
@@ -256,14 +256,14 @@ def replay(args: Arguments) -> Figures:
     for name in names:
         published, ratio = WORKLOADS[name].published, WORKLOADS[name].ratio
 
-        def found(mode: str, runaways: float = 0.0, texts: str = "", name: str = name) -> list[Rollout]:
+        def rollouts(mode: str, runaways: float = 0.0, texts: str = "", name: str = name) -> list[Rollout]:
             return [results[name, mode, seed, runaways, 2, part, texts] for seed in seeds]
 
-        plain = found("plain")
-        by_mode: Figures = {mode: replayed(plain, found(mode), ratio.get(mode)) for mode in REPLAYED}
-        by_mode["full_with_runaways"] = replayed(found("plain", RUNAWAYS), found("full", RUNAWAYS))
+        plain = rollouts("plain")
+        by_mode: Figures = {mode: replayed(plain, rollouts(mode), ratio.get(mode)) for mode in REPLAYED}
+        by_mode["full_with_runaways"] = replayed(rollouts("plain", RUNAWAYS), rollouts("full", RUNAWAYS))
         for mode in ("seer", "full") if texts else ():
-            by_mode[f"{mode}, texts"] = replayed(plain, found(mode, texts=texts), ratio.get(mode))
+            by_mode[f"{mode}, texts"] = replayed(plain, rollouts(mode, texts=texts), ratio.get(mode))
         tail_share = mean(one.tail_s / one.seconds for one in plain)
         by_mode["plain"] |= {
             "abs_deviation_s": abs(by_mode["plain"]["seconds"] / published["plain_s"] - 1),

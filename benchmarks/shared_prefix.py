@@ -47,15 +47,15 @@ def _compare(engine: EmbeddedTrainEngine, prompt: int, answer: int, rounds: int)
     """Measure a group whose prompt and responses have so many tokens."""
     random, sizes = torch.Generator().manual_seed(0), (prompt, *[answer] * GROUP)
     shared, *responses = (torch.randint(2, 1000, (size,), generator=random).tolist() for size in sizes)
-    batch, found = sequences_of([shared] * GROUP, responses), {"floor": 1.0, "shared_rows_share": 0.0}
+    batch, figures = sequences_of([shared] * GROUP, responses), {"floor": 1.0, "shared_rows_share": 0.0}
 
     def work() -> None:
         metrics = engine.forward_backward(batch, cross_entropy)
         if SHARED in metrics:
-            found.update(floor=1 / (1 - metrics[SHARED]), shared_rows_share=metrics[SHARED])
+            figures.update(floor=1 / (1 - metrics[SHARED]), shared_rows_share=metrics[SHARED])
 
     def run(share: str, _: int) -> float:
         engine.config.share_prefixes = share
         return timed(work, device=engine.model.device)
 
-    return ratio_in_turns({share: partial(run, share) for share in ("off", "auto")}, rounds) | found
+    return ratio_in_turns({share: partial(run, share) for share in ("off", "auto")}, rounds) | figures

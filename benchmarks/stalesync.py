@@ -105,11 +105,11 @@ def lending(args: Arguments, workload: Workload, folder: Path) -> Figures:
     mode, figures = Mode("hybrid", 1, workload.cards // 2), dict[str, Figures]()
     sides = ("true", "false")
     for round, lend in product(range(args.rounds), sides):
-        found = run(mode, workload, folder, args.lending_steps, [f"stalesync.lend={lend}"])
-        step_s = [row["timing_s/step"] * workload.speed for row in found.rows]
-        lent_s = found.mean("rollout/lent_card_s") * workload.speed
+        measured = run(mode, workload, folder, args.lending_steps, [f"stalesync.lend={lend}"])
+        step_s = [row["timing_s/step"] * workload.speed for row in measured.rows]
+        lent_s = measured.mean("rollout/lent_card_s") * workload.speed
         own = {"lent_card_s": lent_s, "min_step_s": min(step_s), "max_step_s": max(step_s)}
-        figures[f"lend={lend}, round {round + 1}"] = found.figures() | own
+        figures[f"lend={lend}, round {round + 1}"] = measured.figures() | own
     on, off = (sum(one["step_s"] for name, one in figures.items() if f"lend={lend}" in name) for lend in sides)
     return figures | {"gain": off / on}
 

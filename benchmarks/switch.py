@@ -83,8 +83,8 @@ def measure(args: Arguments) -> Figures:
     for pair in args.pairs.split(",") if args.pairs else PAIRS:
         one, other = PAIRS[pair]
         both_ways, *_ = on_cards(measure_pair, WORLD, moe_of(args), (one, other), args.rounds)
-        for name, found in zip((f"{one}->{other}", f"{other}->{one}"), both_ways, strict=True):
-            figures[name] = progress(name, found)
+        for name, ratios in zip((f"{one}->{other}", f"{other}->{one}"), both_ways, strict=True):
+            figures[name] = progress(name, ratios)
     return figures
 
 
@@ -105,17 +105,17 @@ def measure_pair(rank: int, device: Device, config: ModelConfig, names: tuple[st
         sides["megatron"] = lambda round: [refit.time(source, verify=round < 0) for source in (0, 1)]
     by_side = in_turns(sides, rounds)
     pair.verify(0)
-    for source, found in enumerate(figures):
+    for source, row in enumerate(figures):
         switch_s = median(times[source] for times in by_side["switch"])
         wire, floor_s = floor_of(medians_of([one[source] for one in by_side["floor"]]))
-        found |= {"moved_bytes": floors[source].moved, "switch_s": switch_s, "floor_s": floor_s, "wire": wire}
-        found["ratio_to_floor"] = switch_s / floor_s
+        row |= {"moved_bytes": floors[source].moved, "switch_s": switch_s, "floor_s": floor_s, "wire": wire}
+        row["ratio_to_floor"] = switch_s / floor_s
         if has_peer:
             refits = [one[source] for one in by_side["megatron"]]
-            found["megatron_s"] = median(seconds for seconds, _ in refits)
-            found["over_megatron"] = switch_s / found["megatron_s"]
+            row["megatron_s"] = median(seconds for seconds, _ in refits)
+            row["over_megatron"] = switch_s / row["megatron_s"]
             peak = max(peak for _, peak in refits)
-            found["extra_of_megatron"] = found["extra_buckets"] * pair.bucket_bytes / peak
+            row["extra_of_megatron"] = row["extra_buckets"] * pair.bucket_bytes / peak
     return figures
 
 
@@ -128,14 +128,14 @@ def measure_memory(pair: Pair, source: int) -> Figures:
         pair.device.empty_cache()
         extras.append(pair.switch(source)[1])
     pair.verify(1 - source)
-    found: Figures = {
+    fits: Figures = {
         "extra_buckets": max(extra.allocated for extra in extras) / pair.bucket_bytes,
         "extra_buckets_reserved": max(extra.reserved for extra in extras) / pair.bucket_bytes,
     }
     for name, change in (("fits", None), ("frees_nothing_fits", frees_nothing), ("layer_order_fits", in_layer_order)):
         pair.refill(source)
-        found[name] = pair.fits_the_bound(source, change(pair.plans[source]) if change else None)
-    return found
+        fits[name] = pair.fits_the_bound(source, change(pair.plans[source]) if change else None)
+    return fits
 
 
 def floor_of(seconds: Mapping[str, float]) -> tuple[str, float]:

@@ -57,8 +57,8 @@ def measure(args: Arguments) -> Figures:
             command = ours(args.overrides, **options) if side == "rlfusion" else theirs(args.trl, **options)
             environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             rows = follow(command, home, until=ended, poll_s=POLL_S, environment=environment)
-            found = figures_of([when for when, _ in rows], [row["critic/rewards/mean"] for _, row in rows])
-            return progress(f"{side}, round {round + 1}", found)
+            times = figures_of([when for when, _ in rows], [row["critic/rewards/mean"] for _, row in rows])
+            return progress(f"{side}, round {round + 1}", times)
 
         sides = ["rlfusion", *(["trl"] if installed == VERSION else [])]
         return summary(in_turns({name: partial(run, name) for name in sides}, args.rounds, warm_ups=0))
@@ -98,15 +98,15 @@ def reached(rewards: Sequence[float]) -> bool:
 
 def summary(runs_by_side: dict[str, list[Figures]]) -> Figures:
     """Return the medians over the rounds, and their ratios (None where a round did not reach the reward)."""
-    found: Figures = {}
+    figures: Figures = {}
     for name in ("step", "reached"):
         for side, runs in runs_by_side.items():
             seconds = [one[f"{name}_s"] for one in runs]
-            found[f"{side}_{name}_s"] = None if None in seconds else median(seconds)
-        ours, theirs = (found.get(f"{side}_{name}_s") for side in ("rlfusion", "trl"))
+            figures[f"{side}_{name}_s"] = None if None in seconds else median(seconds)
+        ours, theirs = (figures.get(f"{side}_{name}_s") for side in ("rlfusion", "trl"))
         if ours and theirs:
-            found[f"{name}_ratio"] = theirs / ours
-    return found
+            figures[f"{name}_ratio"] = theirs / ours
+    return figures
 
 
 def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any]) -> None:
