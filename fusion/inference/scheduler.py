@@ -286,7 +286,7 @@ class Scheduler:
                     assert self.running, "a sequence that fits the cache alone finds no block in it"
                     return False
             seq.blocks.extend(self.blocks.take(wanted))
-        if count > 1 and self.prefix_cache:
+        if self.prefix_cache:
             self._name_full(seq, end)
         return True
 

@@ -281,3 +281,15 @@ def test_a_prompt_that_goes_on_where_a_response_ended_finds_its_blocks(prefix_ca
     scheduler.add(sequence("b", (0,) * SIZE + (3,) * SIZE + (1, 2), 2, 0, 0))
     ((_, count),) = scheduler.schedule().chunks
     assert count == (2 if prefix_cache else 2 * SIZE + 2)
+
+
+def test_siblings_find_a_prompt_that_was_computed_token_by_token():
+    scheduler = Scheduler(BlockManager(20, SIZE), max_seqs=1, max_batch_tokens=1)
+    for name in "ab":
+        scheduler.add(sequence(name, (0,) * (2 * SIZE + 1), 1, 0, 0))
+    computed = []
+    while scheduler.unfinished:
+        step = scheduler.schedule()
+        computed += [seq.request.id for seq in (*step.decodes, *(seq for seq, _ in step.chunks))]
+        scheduler.commit(step, [3] * len(step.sampled), [0.0] * len(step.sampled))
+    assert computed == ["a"] * (2 * SIZE + 1) + ["b"]
