@@ -5,7 +5,7 @@ Invariants (tests/environments/test_interface.py): equal digests mean equal mess
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ exceeded `environment.memory_mib`); `bad_turn` (it returned no `Turn`, or no mes
 the same seed and the same actions it said something else)"""
 ROLES = ("system", "user", "tool")
 """Roles of an environment's messages"""
+START_ROLES = (*ROLES, "developer", "assistant")
+"""Roles of its first messages, which may be a conversation so far, as a row of the data may"""
 FIELDS = {"role", "content", "name", "tool_call_id"}
 """Fields of an environment's messages"""
 
@@ -66,7 +68,7 @@ class Environment(Protocol):
     `tool_calls` (`tool_calls.parse`)."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Begin; return the messages that the model reads first."""
+        """Begin; return the messages that the model reads first, also turns of the assistant, which are not trained."""
 
     async def step(self, message: Message) -> Turn:
         """Return what follows the model's ``message``."""
@@ -110,29 +112,31 @@ def digest_of(turn: Turn) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def checked_messages(messages: Any) -> list[dict[str, str]]:
+def checked_messages(messages: Any, roles: Collection[str] = ROLES) -> list[dict[str, str]]:
     """Return the messages of an environment as plain dicts.
-    Raise EnvironmentFailed: `bad_turn`: it is something else, or no valid Unicode."""
+    Raise EnvironmentFailed: `bad_turn`: they are something else, no valid Unicode, or end with the assistant."""
     if not isinstance(messages, (list, tuple)):
         raise EnvironmentFailed("bad_turn", f"messages are a {type(messages).__name__}; expected a list")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() <= FIELDS:
             expected = "a mapping with role and content, and nothing else but name and tool_call_id"
             raise EnvironmentFailed("bad_turn", f"message {number} is {message!r:.80}; expected {expected}")
-        if message["role"] not in ROLES or not all(isinstance(text, str) for text in message.values()):
+        if message["role"] not in roles or not all(isinstance(text, str) for text in message.values()):
             shown = f"message {number}, of role {message['role']!r:.40}"
-            raise EnvironmentFailed("bad_turn", f"{shown}: expected a role of {', '.join(ROLES)}, and texts")
+            raise EnvironmentFailed("bad_turn", f"{shown}: expected a role of {', '.join(roles)}, and texts")
         try:
             "".join(message.values()).encode()
         except UnicodeEncodeError as error:
             raise EnvironmentFailed("bad_turn", f"message {number} is not valid Unicode: {error}") from None
+    if messages and messages[-1]["role"] == "assistant":
+        raise EnvironmentFailed("bad_turn", "the last message is the assistant's; expected what the model answers")
     return [dict(message) for message in messages]
 
 
 def checked_start(messages: Any, tools: Any) -> tuple[Turn, list[dict[str, Any]]]:
     """Return the first messages of an environment, and the schemas of its tools, as plain values.
     Raise EnvironmentFailed: `bad_turn`: there are no messages, or either is something else."""
-    if not (checked := checked_messages(messages)):
+    if not (checked := checked_messages(messages, START_ROLES)):
         raise EnvironmentFailed("bad_turn", "reset returned no messages")
     try:
         schemas = json.loads(json.dumps(tools))
@@ -143,7 +147,7 @@ def checked_start(messages: Any, tools: Any) -> tuple[Turn, list[dict[str, Any]]
     return Turn(checked), schemas
 
 
-def checked_turn(turn: Any) -> Turn:
+def checked_turn(turn: Any, roles: Collection[str] = ROLES) -> Turn:
     """Return the turn of an environment with plain values.
     Raise EnvironmentFailed: `bad_turn`: it is something else, has no messages though it is not done, or its reward is
     no finite number of float32."""
@@ -151,7 +155,7 @@ def checked_turn(turn: Any) -> Turn:
         raise EnvironmentFailed("bad_turn", f"returned a {type(turn).__name__}; expected a Turn")
     if not isinstance(turn.done, bool):
         raise EnvironmentFailed("bad_turn", f"done={turn.done!r:.40}: expected True or False")
-    messages = checked_messages(turn.messages)
+    messages = checked_messages(turn.messages, roles)
     if not messages and not turn.done:
         raise EnvironmentFailed("bad_turn", "returned a Turn without messages that is not done")
     reward = None if turn.reward is None else finite(turn.reward)

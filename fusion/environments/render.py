@@ -14,6 +14,7 @@ which these turns are a part as the template writes them (`first`)."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from fusion.environments.interface import Message
@@ -66,18 +67,26 @@ class Bridge:
         return any(tokens[at : at + size] == self._thought_end for at in range(len(tokens) - size + 1))
 
     def bridge(
-        self, end: TurnEnd, messages: Sequence[Message], *, had_thought: bool = False, earlier: Iterable[Message] = ()
+        self,
+        end: TurnEnd,
+        messages: Sequence[Message],
+        *,
+        had_thought: bool = False,
+        earlier: Iterable[Message] = (),
+        first: Sequence[Message] = (),
     ) -> list[int] | None:
         """Return the tokens of ``messages`` and of the header of the model's next turn; None where the template would
-        rewrite a turn of the model.
+        rewrite a turn of the model, or of the assistant in the first messages.
         ``end``: of the last turn.
         ``had_thought``: whether an earlier turn has a thought.
-        ``earlier``: the messages behind the first ones so far."""
+        ``earlier``: the messages behind the ``first`` ones so far."""
         last_token, has_thought = end
+        begins = first if any(message["role"] == "assistant" for message in first) else (ASKED,)
         distinguished = self._distinguished & {message["role"] for message in messages}
         is_repeated = bool(distinguished) and any(message["role"] in distinguished for message in earlier)
-        tail = self._tail(messages, has_thought=has_thought, is_repeated=is_repeated)
-        if tail is None or had_thought and self._tail(messages, has_thought=True, is_repeated=is_repeated) is None:
+        tail_after = partial(self._tail, messages, is_repeated=is_repeated, begins=begins)
+        tail = tail_after(has_thought=has_thought)
+        if tail is None or had_thought and tail_after(has_thought=True) is None:
             return None
         ids = self._ids(tail)
         is_ended = last_token in self._ends and ids[0] in (last_token, self._turn_end)
@@ -100,13 +109,20 @@ class Bridge:
         first, later = (self._tail(messages, is_repeated=is_repeated) for is_repeated in (False, True))
         return first is not None and later is not None and first != later
 
-    def _tail(self, messages: Sequence[Message], *, has_thought: bool = False, is_repeated: bool = False) -> str | None:
+    def _tail(
+        self,
+        messages: Sequence[Message],
+        *,
+        has_thought: bool = False,
+        is_repeated: bool = False,
+        begins: Sequence[Message] = (ASKED,),
+    ) -> str | None:
         """Return what the template writes behind a turn of the model, from its end to the next header; None if it does
-        not leave the turn as it is.
-        ``is_repeated``: the same messages followed an earlier turn, too."""
+        not leave the turn, and those before it, as they are.
+        ``is_repeated``: the same messages followed an earlier turn, too; ``begins``: the first messages."""
         thought = f"<think>\n{THOUGHT}\n{THOUGHT_END}\n\n" if has_thought else ""
         turn = {"role": "assistant", "content": thought + MARK}
-        before = [ASKED, turn, *messages] if is_repeated else [ASKED]
+        before = [*begins, turn, *messages] if is_repeated else begins
         head = self._template.render_chat(before)
         whole = self._template.render_chat([*before, turn, *messages])
         written = (TURN_WITH_THOUGHT if has_thought else TURN).match(whole[len(head) :].lstrip())

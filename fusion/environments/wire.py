@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fusion.environments.interface import (
     FAILURES,
+    START_ROLES,
     EnvironmentFailed,
     Message,
     StepOrder,
@@ -91,7 +92,7 @@ def decode_reply(index: int, payload: bytes) -> Reply | str:
         raise ValueError("expected a Reply with other values")
     try:
         if reply.failure is None:
-            checked_turn(reply.turn)
+            checked_turn(reply.turn, START_ROLES)
         elif checked_messages(reply.messages):
             raise ValueError("expected no messages of a failure")
     except EnvironmentFailed as failed:

@@ -69,7 +69,13 @@ class Environments:
         one, turn, ids, whole = conversations.of(stepped.id), stepped.turn, None, list[int]()
         try:
             if turn is not None and not turn.done:
-                ids = self.bridge.bridge(one.end, turn.messages, had_thought=one.had_thought, earlier=one.messages)
+                ids = self.bridge.bridge(
+                    one.end,
+                    turn.messages,
+                    had_thought=one.had_thought,
+                    earlier=one.messages,
+                    first=prompt.messages,
+                )
                 if ids is None:
                     whole = self.bridge.first([*prompt.messages, *one.messages, *turn.messages], prompt.tools)
         except ValueError as error:  # the chat template refuses these messages

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.environments.interface import EnvironmentFailed, Stepped, Turn, checked_turn, digest_of
+from fusion.environments.interface import EnvironmentFailed, Stepped, Turn, checked_start, checked_turn, digest_of
 from fusion.environments.wire import Reply, decode_reply, pack_reply
 from fusion.rewards.wire import HEADER, MAX_REPLY_BYTES
 
@@ -35,6 +35,20 @@ def test_a_turn_that_is_accepted_arrives_as_it_is(turn):
     reply = decode_reply(5, frame[HEADER.size :])
     assert isinstance(reply, Reply) and reply.turn == checked and reply.seconds == 0.5
     assert reply.stepped("g/0") == Stepped("g/0", checked, digest_of(checked), seconds=0.5, tools=[])
+
+
+def test_a_conversation_may_begin_with_turns_of_the_assistant_but_not_end_so():
+    chat = [{"role": role, "content": role} for role in ("developer", "user", "assistant", "tool")]
+    begun, tools = checked_start(chat, [])
+    reply = decode_reply(5, pack_reply(5, Reply(None, "", 0.5, begun.messages, tools=tools))[HEADER.size :])
+    assert isinstance(reply, Reply) and [*reply.turn.messages] == chat
+    for refused, said in (
+        (lambda: checked_start(chat[:3], []), "is the assistant's"),
+        (lambda: checked_turn(begun), "of role 'developer'"),
+    ):
+        with pytest.raises(EnvironmentFailed, match=said) as failed:
+            refused()
+        assert failed.value.kind == "bad_turn"
 
 
 @given(TURNS, TURNS)

@@ -44,21 +44,24 @@ def chat(family: Family, turns: list[Any], upto: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=100)
-@given(turns=TURNS)
-def test_tokens_and_bridges_are_those_of_the_whole_conversation(name, turns):
+@given(shots=st.one_of(st.just([]), TURNS), turns=TURNS)
+def test_tokens_and_bridges_are_those_of_the_whole_conversation(name, shots, turns):
+    """``shots``: turns of the first messages, which the model has not said."""
     family, template, bridge = FAMILIES[name], TEMPLATES[name], BRIDGES[name]
+    turns = [*shots, *turns]
     if name == "glm45_silent":
         turns = [("", *turn[1:]) for turn in turns]
-    tokens, had_thought = bridge.first(chat(family, turns, 0)), False
-    for number, (thought, answer, observation, is_ended) in enumerate(turns, 1):
+    first = chat(family, turns, len(shots))
+    tokens, had_thought = bridge.first(first), False
+    for number, (thought, answer, observation, is_ended) in enumerate(turns[len(shots) :], len(shots) + 1):
         turn = ids_of(template, family.written(thought, answer))
         kept = [*tokens, *turn]
         if is_ended:
             turn.append(SPECIAL.index(family.ends[observation[0][0]]))
         tokens += turn
         messages = [{"role": role, "content": text} for role, text in observation]
-        earlier = chat(family, turns, number - 1)[1:]
-        following = bridge.bridge(bridge.end_of(turn), messages, had_thought=had_thought, earlier=earlier)
+        earlier = chat(family, turns, number - 1)[len(first) :]
+        following = bridge.bridge(bridge.end_of(turn), messages, had_thought=had_thought, earlier=earlier, first=first)
         had_thought |= bool(thought)
         whole = ids_of(template, template.render_chat(chat(family, turns, number)))
         if following is None:

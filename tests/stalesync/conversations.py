@@ -44,6 +44,11 @@ class Env:
 
     async def close(self): ...
 
+class Shots(Env):
+    async def reset(self, task, seed):
+        shot = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2>>>2"}]
+        return [*shot, *await super().reset(task, seed)]
+
 class Slow(Env):
     pause_s = 0.3
 

@@ -102,6 +102,16 @@ def test_samples_of_a_run_are_conversations_whose_figures_count_them(whole):
 
 
 @pytest.mark.extended
+def test_turns_of_the_assistant_in_the_first_messages_are_part_of_the_prompt(chatting, tmp_path):
+    run = completed(tmp_path, "Shots", chatting, "run.steps=1", "run.eval_prompts=0", "data.max_prompt_length=40")
+    samples = samples_of(run)
+    assert samples and max(map(len, (sample["messages"] for sample in samples))) > 4
+    for sample in samples:
+        assert [message["role"] for message in sample["messages"][:3]] == ["user", "assistant", "user"]
+        assert sample["messages"][1]["content"] == "2>>>2" and "2>>>2" not in sample["response"]
+
+
+@pytest.mark.extended
 def test_a_run_that_is_killed_at_staleness_0_is_bitwise_one_that_is_not(chatting, whole, tmp_path):
     options = [*OPTIONS, environment(tmp_path, "Slow"), *AGAIN]
     run = begin(chatting, tmp_path, *options)

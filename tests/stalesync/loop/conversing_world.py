@@ -69,7 +69,8 @@ class Bridge:
     def has_thought(self, tokens):
         return False
 
-    def bridge(self, end, messages, *, had_thought, earlier):
+    def bridge(self, end, messages, *, had_thought, earlier, first):
+        assert [message["content"] for message in first] == ["hi"]
         if messages[0]["content"] == "refused":
             raise ValueError("the chat template refuses the prompt")
         *before, last = [message["content"] for message in earlier if message["role"] == "assistant"]
