@@ -19,7 +19,15 @@ from fusion.npu.failures import FailureKind
 from stalesync.cards.actors import CardActors
 from stalesync.cards.stage_calls import RunningStage, describe_hanging, gather_causes, gather_failures
 from stalesync.policy.engine_deaths import IDLE, TRANSFERS, EngineDeaths
-from stalesync.process.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
+from stalesync.process.failures import (
+    CardFailed,
+    FailedStage,
+    RunFailed,
+    check_end,
+    is_consequence,
+    late_rank,
+    root_cause,
+)
 from stalesync.process.hosts import alive_hosts, describe_ranks
 
 MAX_END_S = 5.0
@@ -159,7 +167,7 @@ class CardFailures:
         engines = self._deaths.observe_failures([failure.failure for failure in failed], stages)
         for engine in engines:
             of_engine = [failure for failure in failed if failure.failure.rank in self._engines[engine]]
-            self._dead[engine] = str(self._error(root_cause(of_engine)))
+            self._dead[engine] = str(self._describe(root_cause(of_engine)))
             self._down.add(engine)
         for engine in engines:
             ranks = self._engines[engine]
@@ -191,10 +199,12 @@ class CardFailures:
 
     def _error(self, cause: FailedStage, why: str = "") -> RunFailed:
         """Return the error with which a failure ends the run; raise that of a health check, of which the end of a
-        worker is a consequence. ``why``: it does not go on without the card."""
-        if cause.failure.kind is FailureKind.DIED:
-            for health_check in self._health_checks:
-                health_check()
+        worker or of the queue is a consequence. ``why``: it does not go on without the card."""
+        if cause.failure.kind in (FailureKind.DIED, FailureKind.QUEUE_CLOSED):
+            check_end(self._health_checks)
+        return self._describe(cause, why)
+
+    def _describe(self, cause: FailedStage, why: str = "") -> RunFailed:
         hosts = self._actors.hosts
         if len({*hosts}) < 2:
             return cause.error(why=why)

@@ -5,6 +5,7 @@ died. Of several failures the root cause is chosen by kind, then by rank, never 
 
 import logging
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ START_HEAD = """ray start --head --system-config='{"worker_niceness": 0}'"""
 log = logging.getLogger(__name__)
 MIN_FREE_BYTES = 1 << 20
 """With less than this, a file system is reported as full."""
+RAY_END_S, POLL_S = 1.0, 0.05
+"""Seconds in which a raylet ends after the processes that it has killed, and interval at which that is polled"""
 MAX_CAUSE_CHARS = 300
 """Maximum of an error of Ray in a message; the whole of it is in the run's log."""
 
@@ -224,6 +227,17 @@ def logging_errors(task: str) -> Iterator[None]:
         log.exception("%s failed after another failure", task)
 
 
+def check_end(health_checks: Sequence[Callable[[], None]], wait_s: float = RAY_END_S) -> None:
+    """Poll health checks for ``wait_s``, raising what they do: a raylet that ends kills queue and cards first."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        for check in health_checks:
+            check()
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(POLL_S)
+
+
 @contextmanager
 def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
     """Raise the end of the queue, or that there is no space for it, as `QueueFailed`, unless it is a consequence of the
@@ -233,5 +247,5 @@ def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except (QueueClosed, StorageFull) as error:
-        check_ray()
+        check_end([check_ray], 0.0 if isinstance(error, StorageFull) else RAY_END_S)
         raise QueueFailed(error) from error

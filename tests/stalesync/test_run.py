@@ -308,14 +308,18 @@ def test_a_killed_worker_ends_the_run_within_15_s_naming_rank_and_stage(start, t
 
 
 @pytest.mark.extended
-def test_a_run_whose_ray_is_killed_names_it_and_leaves_its_record(start, tmp_path):
-    """Ray would end the controller after a minute, without a word."""
+@pytest.mark.parametrize(
+    ("killed", "ended"), [("gcs_server", "gcs_server"), ("ray::DashboardAgent", "raylet")], ids=["gcs", "agent"]
+)
+def test_a_run_whose_ray_is_killed_names_it_and_leaves_its_record(start, tmp_path, killed, ended):
+    """Ray would end the controller after a minute, without a word; without its agent the raylet kills queue and cards,
+    and ends then."""
     run = start("run.steps=1000")
     below = descendants(run.pid)
-    (gcs,) = [pid for pid, command in below.items() if "gcs_server" in command]
-    os.kill(gcs, signal.SIGKILL)
+    pid = next(pid for pid, command in below.items() if killed in command)
+    os.kill(pid, signal.SIGKILL)
     out, err = communicate(run, 40)
-    assert run.returncode == 1 and "error: Ray's process gcs_server has ended" in err and "failed: " in out, err
+    assert run.returncode == 1 and f"error: Ray's process {ended} has ended" in err and "failed: " in out, err
     assert json.loads((tmp_path / "run" / "error.json").read_text())["error"] == "RayEnded"
     assert_gone(below, within_s=20)
 
