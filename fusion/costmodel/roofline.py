@@ -40,8 +40,9 @@ class Line(NamedTuple):
     per_decoded: float
     per_kv: float
 
-    def __call__(self, kv_tokens: float, attended: float = 0.0) -> float:
-        return self.fixed + self.per_attended * attended + (self.per_decoded + self.per_kv) * kv_tokens
+    def __call__(self, kv_tokens: float, attended: float = 0.0, drafted_pairs: float = 0.0) -> float:
+        decoded = self.per_decoded * (kv_tokens + drafted_pairs)
+        return self.fixed + self.per_attended * attended + decoded + self.per_kv * kv_tokens
 
 
 def attention_pairs(count: float, before: float = 0.0) -> float:
@@ -93,15 +94,8 @@ class Roofline:
         ``prefill_tokens``: of prompts, and of drafts to verify.
         ``attended``: `attention_pairs` of the tokens of prompts.
         ``drafted_pairs``: those of drafts, which attend as decoded tokens do."""
-        tokens, decoded = sequences + prefill_tokens, kv_tokens + drafted_pairs
-        total = self.exchanges * self.hardware.collective_s.value + self._overheads
-        for stage in self._stages:
-            flops = self._flops(stage, tokens, attended, decoded_pairs=decoded)
-            read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
-            read += (kv_tokens + tokens) * self._kv_bytes * stage.layers
-            total += self._bound_s(flops, read, self.hardware.forward_reached.value)
-            total += self._links_s(stage, tokens, passes=1)
-        return max(total, self.launch_floor_s)
+        lines = self._step_lines(sequences + prefill_tokens)
+        return max(line(kv_tokens, attended, drafted_pairs) for line in lines)
 
     def _step_lines(self, tokens: float) -> tuple[Line, ...]:
         """Return lines whose maximum is `engine_step_s` for this many tokens, decoded and prefilled: per
@@ -114,7 +108,7 @@ class Roofline:
         fixed += sum(self._links_s(stage, tokens, passes=1) for stage in self._stages)
         lines = [Line(fixed, 0.0, 0.0, 0.0)]
         for stage, count in Counter(self._stages).items():
-            flops = count * compute * self._flops(stage, tokens, 0.0)
+            flops = count * compute * self._flops(stage, tokens)
             read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
             read = count * memory * (read + tokens * self._kv_bytes * stage.layers)
             pairs_s = count * compute * stage.layers
@@ -203,14 +197,11 @@ class Roofline:
             stages.append(max(seconds, stage.sparse * floor_s))
         return max(stages) * (1 + (self.parallel.pp - 1) / micro_batches)
 
-    def _flops(
-        self, stage: _Stage, tokens: float, attended: float, expert_load: float = 1.0, decoded_pairs: float = 0.0
-    ) -> float:
+    def _flops(self, stage: _Stage, tokens: float, attended: float = 0.0, expert_load: float = 1.0) -> float:
         routed, config = 0.0, self.shape.config
         if config.num_experts:
             routed = stage.experts * self._expert_tokens_per_token * config.top_k / config.num_experts * expert_load
-        pairs = attended * self._pair_flops + decoded_pairs * self._decode_pair_flops
-        return 2 * tokens * (stage.dense + routed) + pairs * stage.layers
+        return 2 * tokens * (stage.dense + routed) + attended * self._pair_flops * stage.layers
 
     def _bound_s(self, flops: float, read: float, reached: float) -> float:
         hardware = self.hardware

@@ -14,13 +14,13 @@ layout."""
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import gcd, lcm, prod
+from math import gcd, lcm
 from typing import Literal
 
 from fusion.costmodel.attention import AttentionCost, attention_cost
 from fusion.model import ModelConfig, Parallel
 from fusion.model.adapters import Adapters
-from fusion.model.boxes import Box
+from fusion.model.boxes import Box, numel
 from fusion.model.local_param import LocalParam
 from fusion.model.spec import LayerSpec, Sparse
 from fusion.model.table import EMBEDDING, local_params
@@ -202,7 +202,7 @@ def _tensors(whole: list[LocalParam], *ranks: list[LocalParam]) -> tuple[Tensor,
     sharded = {part.name for row in whole if row.tp_sharded for part in row.parts}
     in_units = {part.name for row in whole if row.storage == "unit" for part in row.parts}
     return tuple(
-        Tensor(name, _numel(box), tuple(_share(boxes[name], box) for boxes in held), name in sharded, name in in_units)
+        Tensor(name, numel(box), tuple(_share(boxes[name], box) for boxes in held), name in sharded, name in in_units)
         for name, box in _boxes(whole).items()
     )
 
@@ -214,16 +214,12 @@ def _boxes(rows: list[LocalParam]) -> dict[str, Box]:
         for part in row.parts:
             regions.setdefault(part.name, []).append(part.region)
     boxes = {name: _hull(parts) for name, parts in regions.items()}
-    assert all(_numel(boxes[name]) == sum(map(_numel, parts)) for name, parts in regions.items()), "parts with gaps"
+    assert all(numel(boxes[name]) == sum(map(numel, parts)) for name, parts in regions.items()), "parts with gaps"
     return boxes
 
 
 def _hull(boxes: list[Box]) -> Box:
     return tuple((min(start for start, _ in ends), max(stop for _, stop in ends)) for ends in zip(*boxes, strict=True))
-
-
-def _numel(box: Box) -> int:
-    return prod(stop - start for start, stop in box)
 
 
 def _share(box: Box, whole: Box) -> Share:

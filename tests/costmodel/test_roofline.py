@@ -173,9 +173,25 @@ def test_an_engine_step_is_the_maximum_of_its_lines(model, layout, pp):
     layout = Parallel(layout.world * pp, tp=layout.tp, ep=layout.ep, pp=pp)
     roofline = Roofline(load_shape(model, SHAPES).shape, hardware_named("ascend_910c"), layout)
     for sequences, kv, tokens, attended in ((1, 5, 0, 0), (64, 400_000, 0, 0), (3, 900, 700, 9e5), (0.5, 3, 4096, 8e6)):
-        step_s = roofline.engine_step_s(sequences, kv, prefill_tokens=tokens, attended=attended)
+        step_s = summed_s(roofline, sequences + tokens, kv, attended)
         lines = roofline.step_lines(sequences + tokens)
         assert max(line(kv, attended) for line in lines) == pytest.approx(step_s, rel=1e-12)
+        computed = roofline.engine_step_s(sequences, kv, prefill_tokens=tokens, attended=attended)
+        assert computed == pytest.approx(step_s, rel=1e-12)
+
+
+def summed_s(roofline: Roofline, tokens: float, kv: float, attended: float) -> float:
+    """Add up the stages of a step, each bound by its operations or by its reads."""
+    hardware, shape = roofline.hardware, roofline.shape
+    flops_per_s = hardware.flops.value * hardware.forward_reached.value
+    total = roofline.exchanges * hardware.collective_s.value + shape.config.num_layers * hardware.layer_s.value
+    for stage in roofline._stages:
+        decoded = kv * stage.layers * shape.attention.decode_pair_flops / roofline.parallel.tp
+        read = 2 * (stage.dense + stage.experts * roofline.experts_read(tokens))
+        read += (kv + tokens) * stage.layers * 2 * shape.attention.kv_elements_of_rank(roofline.parallel.tp)
+        flops_s = (roofline._flops(stage, tokens, attended) + decoded) / flops_per_s
+        total += max(flops_s, read / hardware.hbm_bytes_per_s.value) + roofline._links_s(stage, tokens, passes=1)
+    return max(total, roofline.launch_floor_s)
 
 
 @pytest.mark.parametrize(
