@@ -249,7 +249,10 @@ def compiler() -> Check:
 
 
 OPEN = "from fusion.npu import open_device; d = open_device('emulated'); print(d.kind, d.describe(), sep='\\n')"
-LOOK = "from fusion.npu.emulator.build import library_path as p; print('built' if p().exists() else 'absent', p())"
+LOOK = (
+    "from fusion.npu.emulator.build import emulator_library; path = emulator_library().path; "
+    "print('built' if path.exists() else 'absent', path)"
+)
 
 
 def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:

@@ -67,6 +67,6 @@ def test_a_compiler_that_fails_says_why(tmp_path):
 
 
 def test_the_library_is_tied_to_the_sources_and_to_torch(monkeypatch):
-    here = builder.library_path()
+    here = builder.emulator_library().path
     monkeypatch.setattr(builder.torch, "__version__", "0.0")
-    assert builder.library_path() != here
+    assert builder.emulator_library().path != here

@@ -12,8 +12,7 @@ from types import ModuleType
 import torch
 
 from fusion.npu.compiler import BuildError as BuildError
-from fusion.npu.compiler import Library
-from fusion.npu.compiler import build as build_library
+from fusion.npu.compiler import Library, build
 
 HERE = Path(__file__).parent
 NAME = "rlfusion_npu"
@@ -44,20 +43,9 @@ def emulator_library() -> Library:
     )
 
 
-def library_path() -> Path:
-    """Return the path of the library for this torch, Python and these sources, built or not."""
-    return emulator_library().path
-
-
-def build() -> Path:
-    """Build the library if needed (15–30 s on two cores) and return its path.
-    Raise BuildError: there is no compiler, or it failed."""
-    return build_library(emulator_library())
-
-
 def load_extension() -> ModuleType:
-    """Build the library if needed and import it. Raise BuildError: the library cannot be built."""
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(build()))
+    """Build the library if needed (15–30 s on two cores) and import it. Raise BuildError: it cannot be built."""
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(build(emulator_library())))
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
