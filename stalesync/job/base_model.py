@@ -4,9 +4,9 @@ Face folder.
 
 The trainer, the engine and the reward are those of the main job, in one process on one card."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,53 +131,56 @@ def make_base_model(
     tokenizer = make_tokenizer(folder, chat=plan.held_out is not None, words=plan.words)
     model = _initial_model(fields, tokenizer, device=device, seed=seed)
     trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
-    learn = _learn_answers if plan.held_out is None else _learn_chats
-    accuracy = learn(plan, trainer, tokenizer, seed=seed, title=f"warm-up on {task}")
-    if accuracy < plan.target:
-        raise RuntimeError(
-            f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.max_steps} steps, not {plan.target}"
+    title = f"warm-up on {task}"
+    with ExitStack() as stack:
+        if plan.held_out is None:
+            batches, check = _answers(stack, plan, model, tokenizer, seed=seed)
+        else:
+            batches, check = _chats(plan, plan.held_out, trainer, tokenizer, seed=seed)
+        accuracy = train_supervised(
+            trainer,
+            batches,
+            check,
+            title=title,
+            steps=plan.max_steps,
+            target=plan.target,
+            check_every=plan.check_every,
         )
+    if accuracy < plan.target:
+        raise RuntimeError(f"{title}: accuracy {accuracy:.2f} after {plan.max_steps} steps, not {plan.target}")
     save_folder(model, folder)
     return accuracy
 
 
-def _learn_answers(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *, seed: int, title: str) -> float:
-    """Train on solutions of prompts until the target; return the accuracy of sampled answers."""
-    source, model = PromptSource(plan.data, tokenizer, seed), trainer.model
-    assert isinstance(model, Transformer)
+Lesson = tuple[Iterator[Sequences], Callable[[int], float]]
+"""The batches that a model is trained on, and what measures its accuracy after a number of steps"""
+
+
+def _answers(stack: ExitStack, plan: WarmUp, model: Transformer, tokenizer: Any, *, seed: int) -> Lesson:
+    """Return solutions of prompts, and the accuracy of sampled answers. ``stack`` ends the processes of the reward."""
+    source = PromptSource(plan.data, tokenizer, seed)
+    rewards = stack.enter_context(RewardPool(RewardConfig(name=plan.reward, workers=1)))
 
     def batches() -> Iterator[Sequences]:
         for _ in range(plan.max_steps):
             prompts = source.next(plan.batch)
             yield pack_responses([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
 
-    reward = RewardConfig(name=plan.reward, workers=1)
-    with RewardPool(reward) as rewards:
+    def accuracy_after(step: int) -> float:
+        held_out = source.evaluation(plan.check_prompts)
+        return _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)
 
-        def accuracy_after(step: int) -> float:
-            held_out = source.evaluation(plan.check_prompts)
-            return _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)
-
-        return train_supervised(
-            trainer,
-            batches(),
-            accuracy_after,
-            title=title,
-            steps=plan.max_steps,
-            target=plan.target,
-            check_every=plan.check_every,
-        )
+    return batches(), accuracy_after
 
 
-def _learn_chats(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *, seed: int, title: str) -> float:
-    """Train on chats until those that are held out are as probable as the target; return how probable they are: the
-    share of them that would be sampled to the token."""
-    assert plan.held_out is not None
+def _chats(plan: WarmUp, held_out: DataConfig, trainer: EmbeddedTrainEngine, tokenizer: Any, *, seed: int) -> Lesson:
+    """Return chats, and how probable those that are held out are: the share of them that would be sampled to the
+    token."""
     tokenize = ChatTokenizer(ChatTemplate(DataConfig(), tokenizer), tokenizer)
-    find = partial(find_class, plan.data.source, GENERATORS, key="data.source", base=Rows)
-    rows, repeats = find()(plan.data, seed), RepeatRows(seed)
-    held_out = find()(plan.held_out, seed).evaluation(plan.check_prompts)
-    checked = pack_chats([tokenize(_solved(row)) for row in held_out])
+    generator = find_class(plan.data.source, GENERATORS, key="data.source", base=Rows)
+    rows, repeats = generator(plan.data, seed), RepeatRows(seed)
+    checked = generator(held_out, seed).evaluation(plan.check_prompts)
+    packed = pack_chats([tokenize(_solved(row)) for row in checked])
     num_repeats = round(plan.repeats * plan.batch)
 
     def batches() -> Iterator[Sequences]:
@@ -185,15 +188,7 @@ def _learn_chats(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *, 
             drawn = [(repeats if n < num_repeats else rows).row(step * plan.batch + n) for n in range(plan.batch)]
             yield pack_chats([tokenize(_solved(row)) for row in drawn])
 
-    return train_supervised(
-        trainer,
-        batches(),
-        lambda step: mean_probability(trainer, checked),
-        title=title,
-        steps=plan.max_steps,
-        target=plan.target,
-        check_every=plan.check_every,
-    )
+    return batches(), lambda step: mean_probability(trainer, packed)
 
 
 def _solved(row: Row) -> list[dict[str, Any]]:
