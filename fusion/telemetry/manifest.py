@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -48,6 +48,14 @@ class FileRecord:
                     digest.update(view[:count])
                     nbytes += count
         return cls(nbytes, digest.hexdigest())
+
+
+class Manifest(NamedTuple):
+    """The records of a folder's files by path, and the seals of the logs beside it by name: none, if an earlier version
+    wrote the manifest."""
+
+    files: dict[str, FileRecord]
+    seals: dict[str, Seal]
 
 
 class FileWriter:
@@ -93,7 +101,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mappi
 def write_seals(folder: Path, seals: Mapping[str, Seal]) -> None:
     """Replace the seals of these logs in the manifest of a complete folder, atomically.
     Raise ValueError: the manifest is missing or damaged."""
-    records, others = _read(folder)
+    records, others = read_manifest(folder)
     _write(folder, records, {**others, **seals})
 
 
@@ -103,18 +111,8 @@ def _write(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, 
     sync(folder)
 
 
-def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Return the records of a folder by path. Raise ValueError: the manifest is missing or damaged."""
-    return _read(folder)[0]
-
-
-def read_seals(folder: Path) -> dict[str, Seal]:
-    """Return the seals of the logs beside a folder by name; none, if an earlier version wrote the manifest.
-    Raise ValueError: the manifest is missing or damaged."""
-    return _read(folder)[1]
-
-
-def _read(folder: Path) -> tuple[dict[str, FileRecord], dict[str, Seal]]:
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a folder. Raise ValueError: it is missing or damaged."""
     try:
         text = (folder / NAME).read_text(encoding="utf-8")
         content = json.loads(text)
@@ -125,14 +123,14 @@ def _read(folder: Path) -> tuple[dict[str, FileRecord], dict[str, Seal]]:
         raise ValueError(f"{NAME} cannot be read ({type(error).__name__})") from None
     if text != _text(records, seals):
         raise ValueError(f"{NAME} does not match its own digest")
-    return records, seals
+    return Manifest(records, seals)
 
 
 def find_damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
     """Read the files that the manifest lists; return which of them is wrong and how, None if all are as written.
     ``names``: only these files, by path; None: all."""
     try:
-        records = read_manifest(folder)
+        records = read_manifest(folder).files
     except ValueError as error:
         return str(error)
     selected = sorted(records) if names is None else list(names)

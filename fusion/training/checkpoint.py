@@ -90,7 +90,7 @@ def load_checkpoint(
         raise ValueError(f"training.lora: {folder} has {adapters or 'no adapters'}; this run has {own or 'none'}")
 
     def check() -> None:
-        damage = find_damage(folder, sorted(read_manifest(folder))[mesh.rank :: mesh.parallel.world])
+        damage = find_damage(folder, sorted(read_manifest(folder).files)[mesh.rank :: mesh.parallel.world])
         if damage is not None:
             raise ValueError(f"{folder} is damaged: {damage}")
 

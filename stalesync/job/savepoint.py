@@ -68,7 +68,7 @@ def finish(target: Path, state: str, seals: Mapping[str, Seal] = NO_SEALS) -> No
     sync(target / NAME)
     # The cards have hashed what they wrote; only the small files and the queue's are read here.
     written_by_cards = target / TRAINER
-    hashed = read_manifest(written_by_cards) if written_by_cards.is_dir() else {}
+    hashed = read_manifest(written_by_cards).files if written_by_cards.is_dir() else {}
     write_manifest(target, {f"{TRAINER}/{name}": record for name, record in hashed.items()}, seals)
     sync(target.parent)
 

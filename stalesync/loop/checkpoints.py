@@ -26,7 +26,7 @@ from distqueue.checkpoint import release_freed
 from distqueue.errors import StorageFull
 from fusion.colocate import Worker
 from fusion.rollout.partial_samples import check_kept
-from fusion.telemetry.manifest import read_seals, write_seals
+from fusion.telemetry.manifest import read_manifest, write_seals
 from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.evaluation import Evaluation
 from stalesync.job import savepoint
@@ -192,7 +192,7 @@ class Checkpoints:
             state = savepoint.without_groups(state, ENDED)
         loop.load_state_dict(state, other_order=any(RULES[key] is Rule.ORDER for key in earlier.accepted))
         step, folder = loop.last.number, loop.folder
-        folder.rewind(step, read_seals(checkpoint), partial(write_seals, checkpoint))
+        folder.rewind(step, read_manifest(checkpoint).seals, partial(write_seals, checkpoint))
         if earlier.ended:
             folder.log_groups(step + 1, earlier.ended, f"failed:{ENDED}")
         digests = {} if "eval.files" in earlier.accepted else self.evaluation.digests

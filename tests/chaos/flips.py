@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from fusion.telemetry.manifest import read_seals
+from fusion.telemetry.manifest import read_manifest
 from fusion.telemetry.run_contents import BEST, LOGS, complete_checkpoints
 
 NOT_NAMED = (BEST, "timeline.json")
@@ -51,7 +51,7 @@ def strike(folder: Path, random: Random) -> Flip | None:
     """Damage one of the files of a run that has ended; None: it has no checkpoint, from which it would resume."""
     if not (complete := [*complete_checkpoints(folder).values()]):
         return None
-    ends = {name: seal.blocks[-1].end for name, seal in read_seals(complete[-1]).items() if seal.blocks}
+    ends = {name: seal.blocks[-1].end for name, seal in read_manifest(complete[-1]).seals.items() if seal.blocks}
     contents = {name: (folder / name).read_bytes() for name in BESIDE if (folder / name).exists()}
     sizes = {name: ends.get(name, 0) if name in LOGS else len(content) for name, content in contents.items()}
     name = random.choice(sorted(name for name, size in sizes.items() if size))

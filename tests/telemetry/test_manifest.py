@@ -15,7 +15,6 @@ from fusion.telemetry.manifest import (
     FileWriter,
     find_damage,
     read_manifest,
-    read_seals,
     write_manifest,
     write_seals,
 )
@@ -35,7 +34,7 @@ CONTENTS = {"controller.json": b"{}", "queue/segments/0": bytes(range(256)) * 20
 def test_a_folder_as_it_was_written_has_no_damage(tmp_path):
     folder = folder_with(tmp_path, CONTENTS)
     write_manifest(folder, {"trainer/a": FileRecord(3, xxhash.xxh3_128_hexdigest(b"abc"))})
-    assert find_damage(folder) is None and read_manifest(folder).keys() == CONTENTS.keys()
+    assert find_damage(folder) is None and read_manifest(folder).files.keys() == CONTENTS.keys()
     (folder / "later").write_text("what is added does not matter")
     assert find_damage(folder) is None and find_damage(folder, ["empty"]) is None
 
@@ -46,10 +45,12 @@ SEALS = {"metrics.jsonl": Seal((Block(9, 1, "a" * 32), Block(20, 2, "b" * 32)), 
 def test_seals_of_logs_are_part_of_the_manifest_and_can_be_replaced(tmp_path):
     folder = folder_with(tmp_path, CONTENTS)
     write_manifest(folder, {})
-    assert read_seals(folder) == {}, "as an earlier version wrote it"
+    assert read_manifest(folder).seals == {}, "as an earlier version wrote it"
     write_seals(folder, SEALS)
     assert (
-        find_damage(folder) is None and read_seals(folder) == SEALS and read_manifest(folder).keys() == CONTENTS.keys()
+        find_damage(folder) is None
+        and read_manifest(folder).seals == SEALS
+        and read_manifest(folder).files.keys() == CONTENTS.keys()
     )
 
 
