@@ -8,13 +8,12 @@ from fusion.model.config import ModelConfig
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_quantization import BlockScales, read_quantization, scale_of
 from fusion.model.stored import StoredTensor, read_json, stored_tensors
-from fusion.model.table import global_params
+from fusion.model.table import EMBEDDING, HEAD, global_params
 
 DTYPES = ("F64", "F32", "BF16", "F16")
 """Element types that weights may be stored in, by their names in safetensors"""
 FLOAT8, SCALE = "F8_E4M3", "F32"
 """Element types of a quantized matrix and of its scales (`hf_quantization`)"""
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CHUNK_ROWS = 4096
 
 

@@ -4,7 +4,7 @@ transformers reads `rope_theta`, `partial_rotary_factor`, `rope_parameters` and,
 name). A file may state a value in several places if they agree."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from fusion.model.hf_fields import Fields
@@ -35,7 +35,7 @@ def read_rotary(
     all.
     Raise ValueError: a kind or a field (named) that is not implemented, or two statements that differ."""
     stated = _Statements(fields)
-    kind = stated.text("rope_type", "default")
+    kind = stated.agreed("rope_type", Fields.raw, "default")
     if not isinstance(kind, str) or kind not in KINDS:
         stated.refuse("rope_type", tuple(KINDS))
     share = stated.number("partial_rotary_factor", 1.0 if partial is None else partial)
@@ -69,10 +69,10 @@ def _yarn(stated: "_Statements", rotary: Rotary, max_positions: int) -> Rotary:
         "yarn",
         factor,
         attention_factor=stated.number("attention_factor", derived),
-        original_max_positions=stated.size("original_max_position_embeddings", max_positions),
+        original_max_positions=stated.agreed("original_max_position_embeddings", Fields.size, max_positions),
         beta_fast=stated.maybe("beta_fast") or 32.0,
         beta_slow=stated.maybe("beta_slow") or 1.0,
-        truncate=stated.flag("truncate", True),
+        truncate=stated.agreed("truncate", lambda fields, place: fields.flag(place, True), True),
         mscale=scale or 0.0,
         mscale_all_dim=scale_all or 0.0,
     )
@@ -87,7 +87,7 @@ def _llama3(stated: "_Statements", rotary: Rotary, max_positions: int) -> Rotary
         rotary.theta,
         "llama3",
         stated.number("factor"),
-        original_max_positions=stated.size("original_max_position_embeddings", max_positions),
+        original_max_positions=stated.agreed("original_max_position_embeddings", Fields.size, max_positions),
         low_freq_factor=low,
         high_freq_factor=high,
     )
@@ -155,22 +155,15 @@ class _Statements:
             self.refuse(field, ())
 
     def number(self, field: str, default: float | None = None) -> float:
-        return self._agreed(field, lambda fields, place: fields.positive(place), default)
-
-    def size(self, field: str, default: int) -> int:
-        return self._agreed(field, lambda fields, place: fields.size(place), default)
+        return self.agreed(field, Fields.positive, default)
 
     def maybe(self, field: str) -> float | None:
         """Return a number that may be 0; None where there is none."""
-        return self._agreed(field, lambda fields, place: fields.non_negative(place, 0.0), None, optional=True)
+        return self.agreed(field, lambda fields, place: fields.non_negative(place, 0.0), None, optional=True)
 
-    def flag(self, field: str, default: bool) -> bool:
-        return self._agreed(field, lambda fields, place: fields.flag(place, default), default)
-
-    def text(self, field: str, default: str) -> str:
-        return self._agreed(field, lambda fields, place: fields.raw(place), default)
-
-    def _agreed(self, field: str, read: Any, default: Any, optional: bool = False) -> Any:
+    def agreed(self, field: str, read: Callable[[Fields, str], Any], default: Any, optional: bool = False) -> Any:
+        """Return the value of a field, which ``read`` takes from each place that states it.
+        Raise ValueError: two places state different values, or none does and there is no default."""
         self._read.add(field)
         places = self._stated.get(field, {})
         fields = Fields(places, self._fields.place)

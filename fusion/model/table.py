@@ -66,6 +66,8 @@ from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse, Sw
 
 EMBEDDING = "model.embed_tokens.weight"
 """The global tensor that the first stage and, where embeddings are tied, also the last stage holds."""
+HEAD = "lm_head.weight"
+"""The global tensor of the head; none where embeddings are tied."""
 SWIGLU = SwiGLUNames()
 
 
@@ -188,7 +190,7 @@ class Table:
         if config.num_labels:
             yield whole("score", "score.weight", (config.num_labels, self.hidden))
         elif not config.tie_embeddings:
-            yield self.vocabulary(names.head, "lm_head.weight")
+            yield self.vocabulary(names.head, HEAD)
         elif not first:
             yield self.vocabulary(names.tied_head, EMBEDDING)
 
