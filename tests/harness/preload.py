@@ -26,9 +26,10 @@ for name in MODULES:
     with suppress(ModuleNotFoundError):  # another version of Ray may not bring it
         import_module(name)
 
-from fusion.npu.emulator.build import BuildError, build  # noqa: E402
+from fusion.npu.compiler import BuildError, build  # noqa: E402
+from fusion.npu.emulator.build import emulator_library  # noqa: E402
 
 with suppress(BuildError):
-    ctypes.CDLL(str(build()))
+    ctypes.CDLL(str(build(emulator_library())))
 gc.freeze()  # nor need the forks
 gc.enable()
