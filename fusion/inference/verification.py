@@ -22,7 +22,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, overload
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fusion.inference.blocks import BlockManager
 
@@ -62,26 +62,9 @@ class Drafter(Protocol):
         """Record the last tokens of a sequence that leaves the engine, for whatever reason."""
 
 
-class Depths(Items[int]):
-    """The depth of the draft that each sequence has room for; counted only where it is asked for."""
-
-    def __init__(self, sequences: Items[Sequence]) -> None:
-        self._sequences = sequences
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
-        seq = self._sequences[index]
-        return seq.limit - len(seq.tokens) - 1
+def max_depths(sequences: Items[Sequence]) -> list[int]:
+    """Return the depth of the draft that each sequence has room for."""
+    return [seq.limit - len(seq.tokens) - 1 for seq in sequences]
 
 
 class Path(NamedTuple):
@@ -175,7 +158,7 @@ def plan_verifications(
     """Plan the verification of drafts of sequences that decode, as far as tokens and free blocks allow, and take the
     blocks: a draft preempts no sequence, but may evict cached prefixes as any other token may."""
     size = blocks.block_size
-    drafts = drafter.draft(decodes, Depths(decodes), max_tokens)
+    drafts = drafter.draft(decodes, max_depths(decodes), max_tokens)
     verified: list[Verification] = []
     if not any(drafts):
         return verified

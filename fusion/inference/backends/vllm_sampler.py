@@ -20,7 +20,7 @@ from torch import nn
 from fusion.inference.backends.vllm_core import VllmCore
 from fusion.inference.sampler import noise_of, sample
 from fusion.inference.sequence import Sequence
-from fusion.inference.verification import Depths, Drafter, Verification
+from fusion.inference.verification import Drafter, Verification, max_depths
 
 
 class KeyedSampler(nn.Module):
@@ -88,7 +88,7 @@ def propose(core: VllmCore, drafter: Drafter, running: Items[Sequence], max_toke
     room = max(0, max_tokens - sum(len(seq.tokens) - seq.computed for seq in running))
     blocks = core.free_blocks - len(running)  # a sequence may need one for the token that it computes anyway
     proposed: dict[str, Verification] = {}
-    for seq, draft in zip(decodes, drafter.draft(decodes, Depths(decodes), room), strict=True):
+    for seq, draft in zip(decodes, drafter.draft(decodes, max_depths(decodes), room), strict=True):
         if draft is None or not draft.tokens or len(draft.tokens) > room:
             continue
         one = Verification.of(seq, draft, core.block_size)
