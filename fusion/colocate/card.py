@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distqueue import SampleQueue
 from fusion.colocate.checkpoint_writer import CheckpointWriter
 from fusion.colocate.frozen.roles import FrozenRoles
 from fusion.colocate.meshes import Meshes
@@ -34,7 +35,6 @@ from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.engine_stage import EngineStage
 from fusion.rollout.kv_pool.files import KVFiles, open_files
-from fusion.rollout.partial_samples import SampleStore
 from fusion.training import TrainEngine
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
@@ -54,7 +54,7 @@ class LoadedCard:
         spec: WorkerSpec,
         rank: int,
         phases: PhaseMachine,
-        queue: SampleStore,
+        queue: SampleQueue,
         parts: WorkerParts,
         log: StageLog,
         exchange_texts: Callable[[bytes], bytes] | None = None,
@@ -131,7 +131,7 @@ class LoadedCard:
         )
 
     def _load_engine(
-        self, model: WeightHolder, spec: WorkerSpec, parts: WorkerParts, *, pool: HostPool, queue: SampleStore
+        self, model: WeightHolder, spec: WorkerSpec, parts: WorkerParts, *, pool: HostPool, queue: SampleQueue
     ) -> None:
         stop_strings, routing = None, spec.algorithm.replay == "rollout"
         if spec.rollout.sampling.stop:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distqueue import SampleQueue
 from fusion.colocate.card import LoadedCard
 from fusion.colocate.groups import raise_file_limit
 from fusion.colocate.parts import WorkerParts, worker_parts
@@ -22,7 +23,6 @@ from fusion.colocate.stages import StageLog, wait_kind
 from fusion.inference.pooled import KVPeers
 from fusion.npu import Device, open_device
 from fusion.rollout.drafts.pieces import TextPiece
-from fusion.rollout.partial_samples import SampleStore
 
 
 class LoadedWorker:
@@ -36,7 +36,7 @@ class LoadedWorker:
         self,
         spec: WorkerSpec,
         rank: int,
-        queue: SampleStore,
+        queue: SampleQueue,
         parts: WorkerParts | None = None,
         exchange_texts: Callable[[bytes], bytes] | None = None,
         kv_peers: KVPeers | None = None,

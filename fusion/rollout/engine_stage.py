@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from distqueue import SampleQueue
 from fusion.inference import InferEngine, Output, Request
 from fusion.inference.counters import TOTALS
 from fusion.inference.request import CONTINUED
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.metrics import DraftReport
 from fusion.rollout.packing import pack_answers
-from fusion.rollout.partial_samples import PartialSamples, SampleStore
+from fusion.rollout.partial_samples import PartialSamples
 from fusion.rollout.types import EvalAnswer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB
@@ -43,7 +44,7 @@ class EngineStage:
     def __init__(
         self,
         engine: InferEngine,
-        queue: SampleStore,
+        queue: SampleQueue,
         detokenize: Callable[[Sequence[int]], str] | None = None,
         routing: bool = False,
         kept: bool = False,

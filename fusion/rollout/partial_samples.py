@@ -23,11 +23,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from distqueue import Column, PackedBatch, SamplesLost
+from distqueue import Column, PackedBatch, SampleQueue, SamplesLost
 from fusion.inference import Output, Request
 from fusion.rollout.packing import KEPT, GeneratedNames, generated_columns, pack_outputs
 from fusion.rollout.types import EndedConversation, SuspendedSample, parse_row, row_of
@@ -52,18 +52,6 @@ LOST_PARTS = "earlier tokens"
 log = logging.getLogger(__name__)
 
 
-class SampleStore(Protocol):
-    """The part of the queue's interface that a card uses."""
-
-    def put(self, batch: PackedBatch) -> Any: ...
-
-    def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch: ...
-
-    def drop(self, ids: Iterable[str], reason: str) -> None: ...
-
-    def lose(self, ids: Iterable[str], reason: str) -> None: ...
-
-
 class PartialSamples:
     """The suspended samples of one card. ``caches``: keep in memory what `restore` read, for `put`. Only where this
     card sees the end of every request that it restores: another card's would never be freed; ``routing``: outputs have
@@ -72,7 +60,7 @@ class PartialSamples:
 
     def __init__(
         self,
-        queue: SampleStore,
+        queue: SampleQueue,
         caches: bool = False,
         routing: bool = False,
         kept: bool = False,
@@ -199,7 +187,7 @@ class PartialSamples:
         return columns_by_row
 
 
-def read_rows(queue: SampleStore, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_rows(queue: SampleQueue, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return columns by row and name, without the rows that are lost."""
     while rows:
         try:
@@ -213,7 +201,7 @@ def read_rows(queue: SampleStore, rows: Sequence[str], columns: Sequence[str]) -
     return {}
 
 
-def lose_rows(queue: SampleStore, group_by_id: Mapping[str, str]) -> None:
+def lose_rows(queue: SampleQueue, group_by_id: Mapping[str, str]) -> None:
     """End samples as lost, whose earlier tokens are."""
     if group_by_id:
         queue.put(PackedBatch((*group_by_id,), {}, (*group_by_id.values(),)))

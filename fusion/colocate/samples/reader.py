@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from distqueue import PackedBatch, SamplesLost
+from distqueue import PackedBatch, SampleQueue, SamplesLost
 from distqueue.hierarchy import GroupReader, Received
 from distqueue.hierarchy.reader import Readable
 from fusion.colocate.meshes import Meshes
@@ -13,7 +13,6 @@ from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, st
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
 from fusion.rollout.packing import KEPT, ROUTING, SAMPLED, SHARE
-from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.training import Sequences, TrainEngine
 
@@ -48,7 +47,7 @@ class StageReader:
     """Read samples for the stages of a card. Collective over a replica of the stage's mesh, which makes one request to
     the queue. ``timeline``: records the wait; ``metrics``: what is read, and what is saved."""
 
-    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, *, timeline: Timeline, metrics: Metrics):
+    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleQueue, *, timeline: Timeline, metrics: Metrics):
         self.spec, self._meshes, self._queue = spec, meshes, ReadAhead(queue)
         self._timeline, self._metrics = timeline, metrics
         self.readers: dict[str, GroupReader] = {}
