@@ -7,7 +7,7 @@ encoded; where these shared a prompt, response, group or parameters (one object)
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, overload
+from typing import Any
 
 from fusion.inference.request import Request, SamplingParams
 
@@ -25,13 +25,7 @@ class Requests(Sequence[Request]):
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._columns = columns
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Request]: ...
-
-    def __getitem__(self, index: int | slice) -> Request | list[Request]:
+    def __getitem__(self, index: Any) -> Any:
         return from_columns(self._columns)[index]
 
     def __iter__(self) -> Iterator[Request]:

@@ -288,13 +288,6 @@ class RequestBuffer:
             self.history.observe(members[0].position, row_of(group), [entry.generated for entry in members])
         return members
 
-    @property
-    def groups(self) -> list[str]:
-        return list(self._groups)
-
-    def __contains__(self, group: str) -> bool:
-        return group in self._groups
-
     def state_dict(self) -> list[dict[str, Any]]:
         """Return plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"

@@ -108,7 +108,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 finished.append(id)
             case "remove":
                 left = {entry.group for entry in buffer.entries.values() if entry.state != "finished"}
-                for group in [group for group in buffer.groups if group not in left]:
+                for group in dict.fromkeys(one.group for one in buffer.entries.values() if one.group not in left):
                     buffer.remove(group)
             case "save" if not held:
                 again = new()

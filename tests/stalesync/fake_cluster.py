@@ -208,7 +208,7 @@ class FakeCluster:
 
     def note_cancelled(self):
         """Groups whose last request has come back have failed."""
-        ended = {group for group in self.cancelled if group not in self.admission.buffer}
+        ended = self.cancelled - {entry.group for entry in self.admission.buffer.entries.values()}
         self.failed += sorted(ended)
         self.cancelled -= ended
 

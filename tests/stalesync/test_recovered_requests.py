@@ -50,7 +50,9 @@ def test_requests_go_on_with_what_the_queue_holds_and_no_row_is_left_behind():
     queue.drop([row_of(newer, 4)], "resumed")
     queue.put(PackedBatch((lost,), {}, ("g0",)))
     queue.lose([lost], "earlier tokens")
-    prompts = {group: SimpleNamespace(id=group, ids=(1, 2, 3)) for group in admission.buffer.groups}
+    prompts = {
+        entry.group: SimpleNamespace(id=entry.group, ids=(1, 2, 3)) for entry in admission.buffer.entries.values()
+    }
     folder, algorithm = SimpleNamespace(), SimpleNamespace()
     groups = Groups(SIZE, admission=admission, prompts=prompts, algorithm=algorithm, queue=queue, folder=folder)
     engines = Engines(

@@ -51,9 +51,6 @@ class Drafts:
     probabilities: np.ndarray
     sources: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
     def of(self, i: int) -> slice:
         return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
 

@@ -127,9 +127,6 @@ class TextStore:
         self._drop()
         return TextReply(unread, reached, behind)
 
-    def __contains__(self, prompt: bytes) -> bool:
-        return prompt in self._prompts
-
     def _write(self, writer: int, piece: TextPiece) -> int | None:
         """Store a piece; return the length of the stored text if the piece does not join it."""
         if not piece.tokens:

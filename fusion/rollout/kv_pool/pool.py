@@ -119,12 +119,6 @@ class PoolPlan:
     def place_of(self, id: str) -> Place | None:
         return next((place for place, entries in self._entries.items() if id in entries), None)
 
-    def __contains__(self, id: str) -> bool:
-        return self.place_of(id) is not None
-
-    def __len__(self) -> int:
-        return sum(map(len, self._entries.values()))
-
     def _fits_alone(self, place: Place, nbytes: int) -> bool:
         limit = self._max_bytes[place]
         return limit is None or nbytes <= limit

@@ -98,9 +98,6 @@ class ReceivedBytes(io.RawIOBase):
     def __init__(self, content: memoryview):
         self._left = content
 
-    def readable(self) -> bool:
-        return True
-
     def readinto(self, part: Any) -> int:
         count = min(len(part), self._left.nbytes)
         part[:count], self._left = self._left[:count], self._left[count:]

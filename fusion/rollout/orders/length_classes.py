@@ -54,10 +54,6 @@ class ClassPlan:
     shares: tuple[int, ...]
     median: float
 
-    @property
-    def num_classes(self) -> int:
-        return len(self.shares)
-
     def class_of(self, tokens: float) -> int:
         """Return the class of a group whose responses are expected to have ``tokens``; 0: the shortest."""
         return bisect_right(self.bounds, tokens)

@@ -120,7 +120,7 @@ def test_a_store_that_has_lost_a_text_gets_it_again():
     store = TextStore(1 << 30)
     one.generate(PROMPTS[0], "a", [1, 2, 3], [4])
     one.exchange(store, PROMPTS)
-    assert PROMPTS[0] not in store
+    assert PROMPTS[0] not in store._prompts
     one.exchange(store, PROMPTS)
     two.exchange(store, PROMPTS)
     assert list(two.texts[PROMPTS[0], "a"]) == [1, 2, 3, 4]
@@ -147,7 +147,7 @@ def test_the_store_is_bounded_and_counts_its_bytes(pieces, max_bytes):
         assert store.nbytes <= max_bytes
         held = [text for one in store._prompts.values() for texts in one.groups.values() for text in texts.values()]
         assert store.nbytes == sum(text.nbytes for text in held)
-    kept = {prompt for prompt, *_ in pieces if bytes([prompt]) * 16 in store}
+    kept = {prompt for prompt, *_ in pieces if bytes([prompt]) * 16 in store._prompts}
     assert len(kept) >= len({p for p, _, length in pieces if length}) - store.totals.dropped
 
 
@@ -158,7 +158,7 @@ def test_what_was_used_longest_ago_is_dropped_first():
         store.exchange(0, 0, {}, [piece("r", 0, *range(20), prompt=key)])
     store.exchange(1, 0, {keys[0]: 0}, [])
     store.exchange(0, 0, {}, [piece("r", 0, *range(20), prompt=keys[3])])
-    assert [key in store for key in keys] == [True, False, True, True] and store.totals.dropped == 1
+    assert [key in store._prompts for key in keys] == [True, False, True, True] and store.totals.dropped == 1
 
 
 def test_a_prompt_that_is_not_used_expires():
@@ -166,9 +166,9 @@ def test_a_prompt_that_is_not_used_expires():
     keys = [bytes([i]) * 16 for i in range(2)]
     store.exchange(0, 5, {}, [piece("r", 0, 1, prompt=key) for key in keys])
     store.exchange(0, 7, {keys[0]: 0}, [])
-    assert all(key in store for key in keys)
+    assert all(key in store._prompts for key in keys)
     store.exchange(0, 8, {}, [])
-    assert [key in store for key in keys] == [True, False]
+    assert [key in store._prompts for key in keys] == [True, False]
     assert (store.totals.expired, store.totals.dropped) == (1, 0)
 
 
