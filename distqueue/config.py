@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 LEASE_S = 900.0
+GRAIN = 1 << 12
+"""Bytes of a page: the sizes of files are multiples of it"""
 DURABILITIES = ("memory", "journal")
 
 
@@ -19,8 +21,8 @@ class QueueConfig:
     """`memory`: samples are in shared memory and end with the queue's actor. `journal`: acknowledged samples are on
     disk and survive the crash of any process of the queue."""
     max_bytes: int | None = None
-    """Maximum bytes of samples on a node; a put of new samples waits until there is space. null: half of the free
-    space where they are stored."""
+    """Maximum bytes of samples on a node, at least 4096; a put of new samples waits until there is space. null: half of
+    the free space where they are stored."""
     spill: str | None = None
     """With durability=memory, folder on disk for samples that do not fit into a full node's memory; null: puts wait."""
 
@@ -29,7 +31,7 @@ class QueueConfig:
         Raise ValueError: a value that is not accepted, by key; ``prefix`` is put before the key."""
         durable = self.durability in DURABILITIES
         _expect(durable, f"{prefix}durability", self.durability, expected=f"one of {', '.join(DURABILITIES)}")
-        _expect_count(f"{prefix}max_bytes", self.max_bytes)
+        _expect_count(f"{prefix}max_bytes", self.max_bytes, at_least=GRAIN)
         if self.spill is not None:
             memory = self.durability == "memory"
             _expect(
@@ -71,9 +73,10 @@ def check_absolute(key: str, folder: str) -> None:
     _expect(Path(folder).is_absolute(), key, folder, expected=expected)
 
 
-def _expect_count(key: str, value: Any) -> None:
+def _expect_count(key: str, value: Any, at_least: int = 1) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _expect(value is None or (whole and value >= 1), key, value, expected="a whole number of at least 1, or null")
+    expected = f"a whole number of at least {at_least}, or null"
+    _expect(value is None or (whole and value >= at_least), key, value, expected=expected)
 
 
 def _expect(holds: bool, key: str, value: Any, expected: str) -> None:

@@ -59,6 +59,10 @@ class StorageFull(RuntimeError):
     """There is no space for a file of the queue; the message names the file, the bytes, and what to change."""
 
 
+class PutTooLarge(ValueError):
+    """A put has more bytes than a shard may ever hold; the message names the key to change."""
+
+
 class QueueClosed(RuntimeError):
     """The queue was closed, or a process that held it has died for good."""
 

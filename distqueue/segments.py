@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
 
-GRAIN = 1 << 12
-"""Bytes of a page: the sizes of files are multiples of it"""
+from distqueue.config import GRAIN
+from distqueue.errors import PutTooLarge
+
 FREE_BYTES = 256 << 20
 """Bytes of free files a shard keeps for reuse; or as many as are live, if that is more"""
 
@@ -89,12 +90,12 @@ class SegmentLedger:
     def reserve(self, name: str, nbytes: int, expires_s: float, *, exceed: bool = False) -> Segment | None:
         """Reserve a file for `nbytes`, or return None: no room. `exceed`: ignore the shard's bound.
 
-        Raise ValueError: the shard could never hold it."""
+        Raise PutTooLarge: the shard could never hold it."""
         shard = self.shards[name]
         size = max(nbytes + -nbytes % GRAIN, GRAIN)
         if size > shard.max_bytes and not exceed:
             bound = f"max_bytes={shard.max_bytes:,}, in whole blocks of {GRAIN:,}"
-            raise ValueError(
+            raise PutTooLarge(
                 f"a put of {nbytes:,} bytes; a shard of this queue holds {bound}: increase queue.max_bytes"
             )
         fitting = [(free, path) for path, free in shard.free.items() if size <= free <= 2 * size]

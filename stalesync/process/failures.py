@@ -5,12 +5,13 @@ died. Of several failures the root cause is chosen by kind, then by rank, never 
 
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from distqueue.errors import JournalFull, StorageFull
+from distqueue.errors import JournalFull, PutTooLarge, StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
 from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
 from stalesync.process.hosts import Host, describe_ranks
@@ -88,6 +89,8 @@ class RayEnded(RunFailed):
         reason = "its exit status is unknown"
         if full := full_storage():
             reason = full
+        elif status == -signal.SIGXFSZ:
+            reason = "it exceeded this process's limit on the size of files: increase ulimit -f"
         elif status is not None and status >= 0:
             reason = (
                 f"by itself, with status {status}: it gave up waiting for another process of Ray, as on a busy "
@@ -178,6 +181,8 @@ class FailedStage:
             reason = f"{failure.message} (on {rank} in stage {failure.stage!r})"
             return QueueFailed(reason, failure=failure, trace=self.trace)
         detail = f"{rank} failed in stage {failure.stage!r}: {failure.error}: {failure.message}"
+        if failure.error == PutTooLarge.__name__:
+            return CardFailed(detail, failure=failure, trace=self.trace)  # a setting, which the message names
         return CardFailed(f"{detail}\n{self.trace}", failure=failure, trace=self.trace)
 
 

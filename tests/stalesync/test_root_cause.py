@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distqueue import QueueClosed
-from distqueue.errors import JournalFull
+from distqueue.errors import JournalFull, PutTooLarge
 from fusion.colocate.failures import StageFailed, ships_failures
 from fusion.colocate.phases import PhaseError
 from fusion.ep_switch import SwitchError
@@ -120,6 +120,12 @@ def test_a_queue_that_closed_is_named_not_the_rank_that_noticed():
 def test_a_full_disk_of_the_queue_is_named_without_the_advice_to_have_a_journal():
     error = reported(shipped(1, JournalFull("journal /runs/queue: the disk is full: 0 bytes are free")))
     assert str(error).endswith("are free (on rank 1 in stage 'train')") and isinstance(error, QueueFailed)
+
+
+def test_a_put_beyond_the_bound_of_the_queue_is_one_line_that_names_the_key():
+    error = reported(shipped(1, PutTooLarge("a put of 8,873 bytes: increase queue.max_bytes")))
+    assert str(error).endswith("PutTooLarge: a put of 8,873 bytes: increase queue.max_bytes") and "\n" not in str(error)
+    assert isinstance(error, CardFailed) and "PutTooLarge" in error.trace
 
 
 def test_a_queue_that_closed_during_a_control_call_is_named_too():

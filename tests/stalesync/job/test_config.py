@@ -149,7 +149,7 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
         ({"parallel__train": LayoutConfig(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
         ({"parallel__infer": InferLayoutConfig(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
         ({"queue__durability": "disk"}, "queue.durability='disk': expected one of memory, journal"),
-        ({"queue__max_bytes": 0}, "queue.max_bytes=0: expected a whole number of at least 1, or null"),
+        ({"queue__max_bytes": 4095}, "queue.max_bytes=4095: expected a whole number of at least 4096, or null"),
         ({"queue__spill": "here"}, "queue.spill='here': expected an absolute path"),
         (
             {"queue__spill": "/d", "queue__durability": "journal"},

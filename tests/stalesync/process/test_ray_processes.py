@@ -60,6 +60,7 @@ ENDS = pytest.mark.parametrize(
     [
         ("exit 1", "by itself, with status 1: it gave up waiting"),
         ("kill -9 $$", "killed, out of host memory, or crashed"),
+        ("kill -XFSZ $$", "it exceeded this process's limit on the size of files: increase ulimit -f"),
     ],
 )
 
