@@ -4,7 +4,7 @@ All three offer the same functions in their device module (`torch.npu`, `torch.c
 attributed to owners and how capacity is set."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -126,11 +126,6 @@ class RealDevice(AcceleratorDevice):
         check_owner(name)
         return NewStorages(self.torch_device, lambda storage: self._owners.assign(storage, name))
 
-    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
-        check_owner(name)
-        for tensor in tensors:
-            self._owners.assign(tensor.untyped_storage(), name)
-
     def memory_by_owner(self) -> dict[str, int]:
         claimed = self._owners.bytes_by_owner()
         sizes = {name: claimed.get(name, 0) for name in OWNERS}
@@ -164,11 +159,6 @@ class EmulatedDevice(AcceleratorDevice):
             yield
         finally:
             self._extension.exchange_owner(previous_owner)
-
-    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
-        check_owner(name)
-        for tensor in tensors:
-            self._extension.set_owner_of(tensor, self._owner_ids[name])
 
     def memory_by_owner(self) -> dict[str, int]:
         sizes = self._extension.by_owner(self.index)

@@ -5,7 +5,7 @@ import importlib.util
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -54,10 +54,6 @@ class Device(ABC):
     def owner(self, name: str) -> AbstractContextManager[None]:
         """Attribute what is allocated inside, also by a backward pass, to `name`, one of OWNERS; the innermost scope
         wins. Meant for long-lived allocations: on a real card it costs some microseconds per operation."""
-
-    @abstractmethod
-    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
-        """Attribute existing tensors (such as gradients after the first backward pass) to `name`."""
 
     @abstractmethod
     def memory_by_owner(self) -> dict[str, int]:

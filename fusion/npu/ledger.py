@@ -6,7 +6,7 @@ Every tensor that an operation creates in the thread that opened the card counts
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -56,11 +56,6 @@ class Ledger:
                     nbytes = storage.nbytes()
                     self._change(nbytes - entry[1])
                     entry[1] = nbytes
-
-    def assign(self, storage: torch.UntypedStorage, owner: str) -> None:
-        with self._lock:
-            if storage._cdata in self._entries:
-                self._entries[storage._cdata][2] = owner
 
     def bytes_by_owner(self) -> dict[str, int]:
         self.refresh()
@@ -151,11 +146,6 @@ class LedgerDevice(Device):
             yield
         finally:
             self.ledger.owner = previous_owner
-
-    def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
-        check_owner(name)
-        for tensor in tensors:
-            self.ledger.assign(tensor.untyped_storage(), name)
 
     def memory_by_owner(self) -> dict[str, int]:
         return self.ledger.bytes_by_owner()

@@ -92,13 +92,12 @@ def test_the_ledger_counts_capacity_owners_and_resizes(ledger):
     assert ledger.memory().allocated == 100 * KIB
     with pytest.raises(torch.OutOfMemoryError, match="out of memory: 409600 bytes requested.*weights 102400"):
         torch.zeros(400, 256)
-    with ledger.owner("gradients"):
+    with ledger.owner("kv"):
         more = weights + 1
-    expected = dict.fromkeys(OWNERS, 0) | {"weights": 100 * KIB, "gradients": 100 * KIB}
+    expected = dict.fromkeys(OWNERS, 0) | {"weights": 100 * KIB, "kv": 100 * KIB}
     assert ledger.memory_by_owner() == expected
-    ledger.assign([more], "kv")
     more.untyped_storage().resize_(0)
-    assert ledger.memory_by_owner() == expected | {"gradients": 0}
+    assert ledger.memory_by_owner() == expected | {"kv": 0}
     more.untyped_storage().resize_(50 * KIB)
     assert ledger.memory_by_owner()["kv"] == 50 * KIB
     ledger.host_empty((1000, 256), torch.float32)

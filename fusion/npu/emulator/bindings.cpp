@@ -31,7 +31,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit_process", &limit_process);
   m.attr("owners") = std::vector<std::string>(owner_names, owner_names + kOwners);
   m.def("exchange_owner", &exchange_owner);
-  m.def("set_owner_of", [](const at::Tensor& tensor, int owner) { set_owner_of(data_of(tensor), owner); });
   m.def("by_owner", [](int card) {
     const auto stats = card_stats(card);
     return std::vector<int64_t>(stats.owners, stats.owners + kOwners);
