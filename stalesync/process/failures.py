@@ -66,7 +66,7 @@ class RayNotStarted(RunFailed):
     def __init__(self, address: str | None, error: Exception):
         cause = first_line(f"{type(error).__name__}: {error}")
         if address is None and (full := full_storage()):
-            advice = f"Ray did not start on this machine: {full}; free some space"
+            advice = f"Ray did not start on this machine: {full}; free some space, or mount it writable"
         elif address is None:
             advice = (
                 "Ray did not start on this machine. If the machine is busy, run again later, or give Ray more time: "
@@ -187,11 +187,14 @@ class FailedStage:
 
 
 def full_storage() -> str:
-    """Return which of the file systems that Ray cannot do without is full, with its free bytes; "" if none is."""
+    """Return which of the file systems that Ray cannot do without is full, with its free bytes, or mounted read-only;
+    "" if none is."""
     disk = os.environ.get(ROOT_VARIABLE) or os.environ.get("TMPDIR") or "/tmp"
     for name, path in (("shared memory", "/dev/shm"), ("the disk", disk)):
         if os.path.isdir(path) and (free := _free_bytes(path)) < MIN_FREE_BYTES:
             return f"{name} is full: {path}: {free:,} bytes are free"
+        if os.path.isdir(path) and os.statvfs(path).f_flag & os.ST_RDONLY:
+            return f"{name} is mounted read-only: {path}"
     return ""
 
 

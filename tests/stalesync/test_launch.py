@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -107,6 +108,9 @@ def test_shared_memory_or_a_disk_that_is_full_is_named_where_ray_ends(monkeypatc
     assert "on this machine: the disk is full: /tmp: 4,096 bytes are free;" in str(RayNotStarted(None, RuntimeError()))
     free["/dev/shm"] = 0
     assert "(shared memory is full: /dev/shm: 0 bytes are free); its logs" in str(RayEnded("raylet"))
+    free["/dev/shm"] = free["/tmp"] = 1 << 30
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    assert "(shared memory is mounted read-only: /dev/shm); its logs" in str(RayEnded("raylet"))
 
 
 def test_a_queue_that_ends_while_it_starts_is_named():
