@@ -6,7 +6,9 @@ other users of the machine reach loopback, too. A cluster is joined only if it r
 import logging
 import os
 import secrets
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -29,6 +31,8 @@ from stalesync.process.stopping import (
 
 ShowReport = Callable[[str], None]
 """Shows the report of a run, given its outcome"""
+LOOPBACK_S, WARN_EVERY_S = 10.0, 30.0
+"""Seconds in which a connection to this host is made, and after which a start that takes long says so"""
 
 
 @contextmanager
@@ -231,7 +235,18 @@ def _given(environment: Mapping[str, str]) -> bool:
     return bool({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environment.keys())
 
 
+def check_loopback() -> None:
+    """Raise RunFailed where no connection reaches 127.0.0.1: Ray would wait for it, for minutes."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=LOOPBACK_S).close()
+    except OSError as error:
+        message = f"this host does not reach itself at 127.0.0.1 ({error}), which Ray needs: ip link set lo up"
+        raise RunFailed(message) from error
+
+
 def _start() -> None:
+    check_loopback()
     try:
         keep_token(os.environ, Path.home())
     except OSError:  # no home to write to: only this run's processes have the token
@@ -276,6 +291,8 @@ class Ender:
         self._stderr = 2
         self.shuts_down = False
         """The main thread is not to be interrupted any more"""
+        self._begun_s = self._warned_s = 0.0
+        """When the start began, and its seconds at the last warning"""
 
     def interrupt(self, error: RunFailed) -> None:
         """Interrupt the main thread, which raises the error."""
@@ -297,14 +314,21 @@ class Ender:
         """End this process when a signal has waited too long for the end of the block, which starts Ray or joins a
         cluster, or if an error can be reported, when a process of Ray has ended inside it."""
         self._stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
+        self._begun_s, self._warned_s = time.monotonic(), 0.0
         try:
-            with watching_start(self.give_up, NAMES if self._report else (), poll=self._check_stop):
+            with watching_start(self.give_up, NAMES if self._report else (), poll=self._look):
                 yield
         finally:
             os.close(self._stderr)
             self._stderr = 2
 
-    def _check_stop(self) -> None:
+    def _look(self) -> None:
+        waited_s = time.monotonic() - self._begun_s
+        if waited_s > self._warned_s + WARN_EVERY_S:
+            self._warned_s = waited_s
+            os.write(
+                self._stderr, f"waiting for Ray to start, or for its cluster to answer: {waited_s:.0f} s\n".encode()
+            )
         if (stop := held_too_long()) is not None:
             if self._guard is not None:
                 self._guard.send(GIVING_UP)

@@ -1,5 +1,6 @@
 """A run whose main thread waits in Ray ends at once from another thread, with its message and its report."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -98,3 +99,35 @@ def test_a_signal_is_raised_also_after_ray_was_shut_down():
     """Ray's C++ gives SIGTERM its default effect: the process would end without a message."""
     process = run([sys.executable, "-c", SHUT_DOWN], 120)
     assert (process.returncode, process.stdout) == (0, "stopped\n"), process.stderr
+
+
+WAIT = """
+from stalesync.process import ray_cluster
+ray_cluster.WARN_EVERY_S = 0.2
+with ender.watching_start():
+    time.sleep(1)
+"""
+
+
+def test_a_start_that_takes_long_says_so():
+    status, _, err = _run(WAIT)
+    assert status == 0 and re.match(r"waiting for Ray to start, or for its cluster to answer: \d s\n", err)
+
+
+NO_LOOPBACK = """
+import sys
+from stalesync.process.failures import RunFailed
+from stalesync.process.ray_cluster import check_loopback
+try:
+    check_loopback()
+except RunFailed as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_host_that_does_not_reach_itself_is_refused_before_ray_waits_for_it():
+    if subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this user may not create a network")
+    own, alone = (run([*ahead, sys.executable, "-c", NO_LOOPBACK], 60) for ahead in ([], ["unshare", "--net"]))
+    assert own.returncode == 0, own.stderr
+    assert alone.stderr.startswith("this host does not reach itself at 127.0.0.1 ([Errno 101] Network is unreachable)")
