@@ -8,8 +8,8 @@ A sequence whose KV is parked on the host (`parked.py`) is admitted with all its
 them to fill, and the sequence continues behind them.
 
 Policy: decodes first, then prefills that have begun, then waiting requests in order (`waiting.py`: by priority, of one
-priority first come, first served) as far as tokens, sequences and blocks allow. Where a running sequence finds no
-block, the newest is preempted. Siblings that are admitted in one step compute their prompt once: full blocks are found
+priority first come, first served) as far as tokens and sequences allow, and blocks for all of their tokens. Where a
+running sequence finds no block, the newest is preempted. Siblings that are admitted in one step compute their prompt once: full blocks are found
 by name, and the rows behind them also fill the last block of those that share their prefill.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
@@ -223,8 +223,9 @@ class Scheduler:
             start = seq.parked or len(hits) * size
             computing = None if seq.parked or not complete else complete.get(_end_behind(seq, len(hits), size))
             count = len(seq.tokens) - start if computing else min(len(seq.tokens) - start, budget)
-            wanted = -(-(start + count) // size) - len(hits)
-            # One block is reserved for each running sequence, so that the new one is not preempted at once.
+            # All of it must fit: a prefill that ends in mid-way for want of blocks would begin again. One block is
+            # reserved for each running sequence, so that the new one is not preempted at once.
+            wanted = -(-len(seq.tokens) // size) - len(hits)
             if wanted + self.blocks.idle(hits) + len(self.running) > self.blocks.available and self.running:
                 return shared_prefill
             self.waiting.popleft()

@@ -187,7 +187,7 @@ class Rank:
             start = seq.parked or self._find(seq)
             twin = not seq.parked and (seq.request.group, seq.length) in computing
             count = seq.length - start if twin else min(seq.length - start, budget)
-            wanted = self._blocks(start + count) - self._held(seq, start)
+            wanted = self._blocks(seq.length) - self._held(seq, start)
             if wanted + len(self.running) > self._capacity - decoding - self._other_blocks and self.running:
                 return
             self.waiting.popleft()

@@ -293,3 +293,18 @@ def test_siblings_find_a_prompt_that_was_computed_token_by_token():
         computed += [seq.request.id for seq in (*step.decodes, *(seq for seq, _ in step.chunks))]
         scheduler.commit(step, [3] * len(step.sampled), [0.0] * len(step.sampled))
     assert computed == ["a"] * (2 * SIZE + 1) + ["b"]
+
+
+def test_a_request_is_admitted_where_all_of_it_fits_and_not_its_first_chunk_alone():
+    scheduler = Scheduler(BlockManager(4, SIZE), max_seqs=2, max_batch_tokens=SIZE)
+    scheduler.add(sequence("a", (0,) * SIZE, 4, 0, 0))
+    for _ in range(2):  # a prefill, and a token in a second block
+        step = scheduler.schedule()
+        scheduler.commit(step, [3] * len(step.sampled), [0.0] * len(step.sampled))
+    scheduler.add(sequence("b", (1,) * (3 * SIZE), 1, 0, 0))
+    chunks = []
+    while scheduler.unfinished:
+        step = scheduler.schedule()
+        chunks += [(len(scheduler.running), count) for _, count in step.chunks]
+        scheduler.commit(step, [3] * len(step.sampled), [0.0] * len(step.sampled))
+    assert chunks == [(1, SIZE)] * 3 and not scheduler.counters.preemptions
