@@ -9,8 +9,9 @@ them to fill, and the sequence continues behind them.
 
 Policy: decodes first, then prefills that have begun, then waiting requests in order (`waiting.py`: by priority, of one
 priority first come, first served) as far as tokens and sequences allow, and blocks for all of their tokens. Where a
-running sequence finds no block, the newest is preempted. Siblings that are admitted in one step compute their prompt once: full blocks are found
-by name, and the rows behind them also fill the last block of those that share their prefill.
+running sequence finds no block, the newest is preempted. Siblings that are admitted in one step compute their prompt
+once: full blocks are found by name, and the rows behind them also fill the last block of those that share their
+prefill.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone
