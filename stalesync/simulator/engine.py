@@ -154,12 +154,12 @@ class SimulatedEngine:
                 self._stop()
             return
         full = {number for number in self._overcommitted if not self.ranks[number].steps_until_full(self.step, 1)}
-        plans = {number: self._plan(number) for number in sorted(self._preparing | full)}
-        self._preparing = {number for number, plan in plans.items() if plan or plan.preempted}
-        if any(plans.values()):
-            self._prefill({number: plan for number, plan in plans.items() if plan})
+        plans = {number: plan for number in sorted(self._preparing | full) if (plan := self._plan(number))}
+        self._preparing = {*plans}
+        if plans:
+            self._prefill(plans)
         else:
-            self._decode(1 if self._preparing else self._steps_to_event())
+            self._decode(self._steps_to_event())
 
     def _plan(self, number: int) -> PrefillPlan:
         """Plan what a rank prefills in the next step."""
